@@ -1,0 +1,50 @@
+# Whimbrel's entry points. Each does the set-up it needs; `make demo` and `make test` work on a fresh machine.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+DIR ?= .whimbrel
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: setup demo up down test check format bench models clean
+
+setup: $(STAMP)
+
+# Anything that changes what is installed makes the set-up run again.
+$(STAMP): pyproject.toml constraints.txt tools/setup.sh $(shell find libs/ckptio -name '*.py[x]' -o -name '*.pxd' -o -name '*.[ch]pp' -o -name 'pyproject.toml' -o -name 'setup.py' 2>/dev/null)
+	PYTHON=$(PYTHON) VENV=$(VENV) bash tools/setup.sh
+	@touch $@
+
+models: $(STAMP)
+	$(BIN)/python tools/demo_models.py --out .models
+
+demo: $(STAMP) models
+	$(BIN)/python tools/demo.py --models .models
+
+up: $(STAMP)
+	$(BIN)/whimbrel up --servers 2 --slots 1 --dir $(DIR) --detach
+
+down: $(STAMP)
+	$(BIN)/whimbrel down --dir $(DIR)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy libs/whimbrel/wire libs/whimbrel/chassis services/*/core
+	$(BIN)/codespell
+	find libs/ckptio -name '*.[ch]pp' -not -path '*/build/*' -print0 | xargs -0 -r $(BIN)/clang-format --dry-run --Werror
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find libs/ckptio -name '*.[ch]pp' -not -path '*/build/*' -print0 | xargs -0 -r $(BIN)/clang-format -i
+
+bench: $(STAMP) models
+	$(BIN)/whimbrel bench coldstart --models .models
+
+clean:
+	rm -rf $(VENV) .whimbrel build libs/ckptio/build *.egg-info

@@ -1,0 +1,236 @@
+"""Owns the public events: what ops tooling may rely on, as CloudEvents 1.0 JSON.
+
+Each event class fixes its noun, its past-tense verb and its data. Nothing inside the cluster depends on one being read.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import ClassVar
+
+import msgspec
+
+from whimbrel.wire.errors import ProtocolError
+
+SPEC_VERSION = "1.0"
+
+
+class PublicEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened in the cluster. `subject_id()` is the id the event is about."""
+
+    noun: ClassVar[str] = ""
+    verb: ClassVar[str] = ""
+
+    def subject_id(self) -> str:
+        raise AssertionError("every event names what it is about")
+
+
+class _ModelEvent(PublicEvent, frozen=True, kw_only=True):
+    noun = "model"
+    model_id: str
+
+    def subject_id(self) -> str:
+        return self.model_id
+
+
+class ModelImportStarted(_ModelEvent, frozen=True, kw_only=True):
+    verb = "import_started"
+    job_id: str
+    source: str
+    server_id: str
+
+
+class ModelDeployed(_ModelEvent, frozen=True, kw_only=True):
+    verb = "deployed"
+    job_id: str
+    checkpoint_digest: str
+    size_bytes: int
+
+
+class ModelImportFailed(_ModelEvent, frozen=True, kw_only=True):
+    verb = "import_failed"
+    job_id: str
+    code: str
+    message: str
+
+
+class ModelDeleted(_ModelEvent, frozen=True, kw_only=True):
+    verb = "deleted"
+
+
+class _LoadEvent(PublicEvent, frozen=True, kw_only=True):
+    noun = "load"
+    task_id: str
+    model_id: str
+    server_id: str
+
+    def subject_id(self) -> str:
+        return self.task_id
+
+
+class LoadStarted(_LoadEvent, frozen=True, kw_only=True):
+    verb = "started"
+    slot: int
+    source_tier: str
+    size_bytes: int
+    estimate_s: float
+
+
+class LoadSucceeded(_LoadEvent, frozen=True, kw_only=True):
+    verb = "finished"
+    source_tier: str
+    estimate_s: float
+    observed_s: float
+    queue_s: float
+    size_bytes: int
+
+
+class LoadWasLost(_LoadEvent, frozen=True, kw_only=True):
+    verb = "failed"
+    code: str
+    message: str
+
+
+class _InstanceEvent(PublicEvent, frozen=True, kw_only=True):
+    noun = "instance"
+    instance_id: str
+    model_id: str
+    server_id: str
+    slot: int
+
+    def subject_id(self) -> str:
+        return self.instance_id
+
+
+class InstanceStarted(_InstanceEvent, frozen=True, kw_only=True):
+    verb = "ready"
+    startup_s: float
+
+
+class InstanceUnloaded(_InstanceEvent, frozen=True, kw_only=True):
+    verb = "unloaded"
+    reason: str
+
+
+class InstanceWasLost(_InstanceEvent, frozen=True, kw_only=True):
+    verb = "lost"
+    reason: str
+
+
+class _ServerEvent(PublicEvent, frozen=True, kw_only=True):
+    noun = "server"
+    server_id: str
+
+    def subject_id(self) -> str:
+        return self.server_id
+
+
+class ServerJoined(_ServerEvent, frozen=True, kw_only=True):
+    verb = "joined"
+    epoch: int
+
+
+class ServerLost(_ServerEvent, frozen=True, kw_only=True):
+    verb = "lost"
+    last_seen_s: float
+
+
+class RequestFinished(PublicEvent, frozen=True, kw_only=True):
+    """One request's life: tokens, stage times, how it ended. Times in seconds."""
+
+    noun = "request"
+    verb = "finished"
+    request_id: str
+    model_id: str
+    router_id: str
+    server_id: str
+    tier: str
+    finish_reason: str
+    prompt_tokens: int
+    output_tokens: int
+    queue_s: float
+    fetch_s: float
+    load_s: float
+    bind_s: float
+    prefill_s: float
+    first_token_s: float
+    duration_s: float
+
+    def subject_id(self) -> str:
+        return self.request_id
+
+
+class RequestFailed(PublicEvent, frozen=True, kw_only=True):
+    noun = "request"
+    verb = "failed"
+    request_id: str
+    model_id: str
+    router_id: str
+    code: str
+    message: str
+    output_tokens: int
+    duration_s: float
+
+    def subject_id(self) -> str:
+        return self.request_id
+
+
+class SchedulerStarted(PublicEvent, frozen=True, kw_only=True):
+    noun = "scheduler"
+    verb = "started"
+    scheduler_id: str
+    epoch: int
+
+    def subject_id(self) -> str:
+        return self.scheduler_id
+
+
+EVENTS: dict[str, type[PublicEvent]] = {
+    f"{cls.noun}.{cls.verb}": cls
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, PublicEvent) and cls.verb
+}
+
+
+class CloudEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """The CloudEvents 1.0 envelope in JSON format."""
+
+    specversion: str
+    id: str
+    source: str
+    type: str
+    subject: str
+    time: datetime
+    datacontenttype: str = "application/json"
+    data: msgspec.Raw
+
+
+def event_type(event: PublicEvent) -> str:
+    return f"{event.noun}.{event.verb}"
+
+
+def encode_event(event: PublicEvent, *, event_id: str, source: str, time_s: float) -> bytes:
+    """The event as CloudEvents JSON. `source` is a URI reference such as `/whimbrel/wb/scheduler/a`."""
+    return msgspec.json.encode(
+        CloudEvent(
+            specversion=SPEC_VERSION,
+            id=event_id,
+            source=source,
+            type=event_type(event),
+            subject=event.subject_id(),
+            time=datetime.fromtimestamp(time_s, UTC),
+            data=msgspec.Raw(msgspec.json.encode(event)),
+        )
+    )
+
+
+def decode_event(data: bytes) -> tuple[CloudEvent, PublicEvent]:
+    """Envelope and typed event; raises ProtocolError for anything else. Unknown data fields pass: events grow."""
+    try:
+        envelope = msgspec.json.decode(data, type=CloudEvent)
+        kind = EVENTS.get(envelope.type)
+        if envelope.specversion != SPEC_VERSION or kind is None:
+            raise ProtocolError(size_bytes=len(data), reason=f"event type {envelope.type!r} is unknown")
+        return envelope, msgspec.json.decode(envelope.data, type=kind)
+    except msgspec.DecodeError as cause:
+        raise ProtocolError(size_bytes=len(data), reason=str(cause)) from cause

@@ -1,0 +1,619 @@
+"""Owns every message that crosses the bus inside the cluster, grouped by conversation.
+
+Commands are imperative, events past tense, replies end in `Reply`. Commands to agents and workers are one-way and
+idempotent by their `task_id`, `instance_id` or `request_id`: whoever sent one repeats it until a heartbeat or an event
+shows that it was heard, so a lost message or a restarted service needs no special case.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+# A config.json of a model is a few kB; anything near this bound is not one.
+MODEL_CONFIG_BYTES_MAX = 256 * 1024
+
+
+def _tag(name: str) -> str:
+    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=_tag):
+    """What all messages are: frozen, typed, every field required unless a default is meant.
+
+    Subclasses repeat `frozen` and `kw_only` because type checkers read a class's own line only.
+    """
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of messages and records."""
+
+
+class Tier(StrEnum):
+    REMOTE = "remote"
+    SSD = "ssd"
+    DRAM = "dram"
+    GPU = "gpu"
+
+
+# --- answers ---
+
+
+class Ack(Message, frozen=True, kw_only=True):
+    """The command was understood; its effect is told by events and heartbeats."""
+
+
+class ErrorReply(Message, frozen=True, kw_only=True):
+    """A typed error in place of a reply; see `wire.errors`."""
+
+    code: str
+    fields: dict[str, str | int | float | None]
+
+
+# --- catalogue: models and the jobs that import them ---
+
+
+class ModelState(StrEnum):
+    IMPORTING = "importing"
+    READY = "ready"
+    FAILED = "failed"
+    DELETING = "deleting"
+
+
+class JobStage(StrEnum):
+    QUEUED = "queued"
+    CONVERTING = "converting"
+    VERIFYING = "verifying"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class DeployModel(Message, frozen=True, kw_only=True):
+    """Router → scheduler: import `source` (a directory that the agents can read) as `model_id`."""
+
+    model_id: str
+    source: str
+    keep_alive_s: float | None = None
+
+
+class DeployModelReply(Message, frozen=True, kw_only=True):
+    job_id: str
+    state: ModelState
+
+
+class DeleteModel(Message, frozen=True, kw_only=True):
+    model_id: str
+
+
+class DeleteModelReply(Message, frozen=True, kw_only=True):
+    """The model takes no request any more; its bytes are being removed."""
+
+    model_id: str
+
+
+class GetModels(Message, frozen=True, kw_only=True):
+    pass
+
+
+class ModelSummary(Value, frozen=True, kw_only=True):
+    """What anybody may know of a model. `residency` names the fastest tier per server that holds it."""
+
+    model_id: str
+    state: ModelState
+    checkpoint_digest: str
+    size_bytes: NonNegative
+    parameter_count: NonNegative
+    architecture: str
+    source: str
+    created_at_s: Seconds
+    keep_alive_s: Seconds
+    instances: tuple[str, ...] = ()
+    waiting_requests: NonNegative = 0
+    residency: dict[str, Tier] = {}
+    job_id: str = ""
+
+
+class GetModelsReply(Message, frozen=True, kw_only=True):
+    models: tuple[ModelSummary, ...]
+
+
+class GetJob(Message, frozen=True, kw_only=True):
+    job_id: str
+
+
+class JobStatus(Value, frozen=True, kw_only=True):
+    job_id: str
+    model_id: str
+    stage: JobStage
+    done_bytes: NonNegative = 0
+    total_bytes: NonNegative = 0
+    error: ErrorReply | None = None
+
+
+class GetJobReply(Message, frozen=True, kw_only=True):
+    job: JobStatus
+
+
+class ImportModel(Message, frozen=True, kw_only=True):
+    """Scheduler → agent: convert `source` into the repository; repeated until `job_id` is in the agent's heartbeat."""
+
+    job_id: str
+    model_id: str
+    source: str
+    scheduler_epoch: NonNegative
+
+
+class ImportProgressed(Message, frozen=True, kw_only=True):
+    job_id: str
+    server_id: str
+    stage: JobStage
+    done_bytes: NonNegative
+    total_bytes: NonNegative
+
+
+class ImportFinished(Message, frozen=True, kw_only=True):
+    """The checkpoint is published. `manifest` is manifest.json, `model_config` config.json, both as bytes."""
+
+    job_id: str
+    model_id: str
+    server_id: str
+    checkpoint_digest: str
+    size_bytes: NonNegative
+    manifest: bytes
+    model_config: bytes
+
+
+class ImportEnded(Message, frozen=True, kw_only=True):
+    """The import failed or was cancelled; nothing was published."""
+
+    job_id: str
+    model_id: str
+    server_id: str
+    error: ErrorReply
+
+
+class RemoveModel(Message, frozen=True, kw_only=True):
+    """Scheduler → agent: forget every copy of the model; one agent is told to remove it from the repository as well."""
+
+    model_id: str
+    remove_from_repository: bool
+    scheduler_epoch: NonNegative
+
+
+class ModelRemoved(Message, frozen=True, kw_only=True):
+    model_id: str
+    server_id: str
+
+
+# --- placement: a router asks for an instance ---
+
+
+class RouteState(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Route(Value, frozen=True, kw_only=True):
+    """Where an instance can be reached. `checkpoint_digest` changes when the model is deployed anew."""
+
+    instance_id: str
+    model_id: str
+    server_id: str
+    slot: NonNegative
+    state: RouteState
+
+
+class Stages(Value, frozen=True, kw_only=True):
+    """Where the time of a cold start went, seconds. `tier` is where the bytes came from; GPU means it was loaded."""
+
+    tier: Tier
+    queue_s: Seconds = 0.0
+    fetch_s: Seconds = 0.0
+    load_s: Seconds = 0.0
+    bind_s: Seconds = 0.0
+
+
+class WaitStage(StrEnum):
+    """What a waiting request is waiting for."""
+
+    DEFERRED = "deferred"
+    QUEUED = "queued"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    BINDING = "binding"
+
+
+class PlaceModel(Message, frozen=True, kw_only=True):
+    """Router → scheduler: I hold a request for this model. Repeated while it waits; idempotent by request_id."""
+
+    request_id: str
+    model_id: str
+    router_id: str
+    waited_s: Seconds
+
+
+class PlaceModelReply(Message, frozen=True, kw_only=True):
+    """Either a route, or what is being waited for and for how long still, as far as is known."""
+
+    route: Route | None = None
+    stages: Stages | None = None
+    waiting_for: WaitStage | None = None
+    remaining_s: Seconds | None = None
+
+
+class CancelPlacement(Message, frozen=True, kw_only=True):
+    """Router → scheduler: the request needs no instance any more (its client left or it was served elsewhere)."""
+
+    request_id: str
+    model_id: str
+
+
+class RouteAdded(Message, frozen=True, kw_only=True):
+    """Scheduler → every router: an instance is ready, or its state changed. `stages` tells how it started."""
+
+    route: Route
+    stages: Stages
+
+
+class RouteRemoved(Message, frozen=True, kw_only=True):
+    """Scheduler → every router: the instance is gone. Requests that ran there are over."""
+
+    instance_id: str
+    model_id: str
+    reason: str
+
+
+class PlacementFailed(Message, frozen=True, kw_only=True):
+    """Scheduler → router: these requests will get no instance."""
+
+    model_id: str
+    request_ids: tuple[str, ...]
+    error: ErrorReply
+
+
+class GetRoutes(Message, frozen=True, kw_only=True):
+    router_id: str
+
+
+class GetRoutesReply(Message, frozen=True, kw_only=True):
+    routes: tuple[RouteAdded, ...]
+
+
+# --- loading: scheduler → agent and worker, agent → worker ---
+
+
+class LoadModel(Message, frozen=True, kw_only=True):
+    """Scheduler → agent: make the model's bytes resident in DRAM and give them to the worker of `slot`."""
+
+    task_id: str
+    instance_id: str
+    model_id: str
+    checkpoint_digest: str
+    size_bytes: NonNegative
+    slot: NonNegative
+    scheduler_epoch: NonNegative
+
+
+class CancelLoad(Message, frozen=True, kw_only=True):
+    task_id: str
+
+
+class LoadProgressed(Message, frozen=True, kw_only=True):
+    task_id: str
+    server_id: str
+    stage: WaitStage
+    done_bytes: NonNegative
+    total_bytes: NonNegative
+
+
+class TierReport(Value, frozen=True, kw_only=True):
+    """One tier crossed by a load: where from, bytes, seconds. The source of learned bandwidth (L10, E6)."""
+
+    tier: Tier
+    size_bytes: NonNegative
+    seconds: Seconds
+
+
+class LoadFinished(Message, frozen=True, kw_only=True):
+    task_id: str
+    instance_id: str
+    model_id: str
+    server_id: str
+    source_tier: Tier
+    queue_s: Seconds
+    reports: tuple[TierReport, ...]
+
+
+class LoadEnded(Message, frozen=True, kw_only=True):
+    """The load failed or was cancelled; its leases are released."""
+
+    task_id: str
+    instance_id: str
+    model_id: str
+    server_id: str
+    error: ErrorReply
+
+
+class PrepareInstance(Message, frozen=True, kw_only=True):
+    """Scheduler → worker: build the model's skeleton now, while its bytes move."""
+
+    instance_id: str
+    model_id: str
+    model_config: bytes
+    scheduler_epoch: NonNegative
+
+
+class PartitionChunks(Value, frozen=True, kw_only=True):
+    """Where a partition's bytes are in the pool: chunk numbers, packed uint32 little-endian, in file order."""
+
+    size_bytes: NonNegative
+    chunks: bytes
+
+
+class AttachInstance(Message, frozen=True, kw_only=True):
+    """Agent → worker (request/reply): map these chunks; the bytes may still be on their way.
+
+    `lease_path` is a file that the worker keeps locked (shared flock) while it maps the chunks: the kernel drops the
+    lock with the process, so the agent knows exactly when the chunks are free, whatever happened to the worker.
+    """
+
+    instance_id: str
+    model_id: str
+    checkpoint_path: str
+    pool_path: str
+    lease_path: str
+    chunk_size_bytes: NonNegative
+    partitions: tuple[PartitionChunks, ...]
+
+
+class ActivateInstance(Message, frozen=True, kw_only=True):
+    """Agent → worker (request/reply): every byte is in place and verified."""
+
+    instance_id: str
+
+
+class DetachInstance(Message, frozen=True, kw_only=True):
+    """Agent → worker (request/reply): the load ended badly; let go of the chunks."""
+
+    instance_id: str
+
+
+class InstanceBecameReady(Message, frozen=True, kw_only=True):
+    """Worker → scheduler: requests can start. Seconds are the worker's own work that loading did not hide."""
+
+    instance_id: str
+    model_id: str
+    server_id: str
+    slot: NonNegative
+    worker_epoch: NonNegative
+    skeleton_s: Seconds
+    bind_s: Seconds
+
+
+class InstanceEnded(Message, frozen=True, kw_only=True):
+    """Worker → scheduler: the instance is not there (unloaded as asked, or failed: then with the error)."""
+
+    instance_id: str
+    model_id: str
+    server_id: str
+    slot: NonNegative
+    error: ErrorReply | None = None
+
+
+class UnloadInstance(Message, frozen=True, kw_only=True):
+    """Scheduler → worker (request/reply). With `drain` the worker takes no new request and unloads when idle;
+    without, it unloads at once if it is idle and refuses otherwise."""
+
+    instance_id: str
+    drain: bool
+    scheduler_epoch: NonNegative
+
+
+# --- inference: router ↔ worker, router → scheduler ---
+
+
+class Sampling(Value, frozen=True, kw_only=True):
+    """Everything that decides the next token besides the tokens; travels with the request."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    seed: NonNegative = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    logit_bias: dict[int, float] = {}
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class StartInference(Message, frozen=True, kw_only=True):
+    """Router → worker (request/reply): go on from these tokens. `epoch` counts the times this request was started.
+
+    `tokens` are packed uint32 little-endian; the first `prompt_tokens` of them are the prompt, the rest was already
+    generated elsewhere. Positions of frames count output tokens from 0.
+    """
+
+    request_id: str
+    epoch: NonNegative
+    router_id: str
+    router_epoch: NonNegative
+    instance_id: str
+    model_id: str
+    tokens: bytes
+    prompt_tokens: NonNegative
+    output_tokens_max: NonNegative
+    stop_tokens: tuple[int, ...]
+    sampling: Sampling
+
+
+class AbortInference(Message, frozen=True, kw_only=True):
+    request_id: str
+    epoch: NonNegative
+
+
+class ResendTokens(Message, frozen=True, kw_only=True):
+    """Router → worker (request/reply): say again everything from this position on."""
+
+    request_id: str
+    epoch: NonNegative
+    position: NonNegative
+
+
+class TokenEntry(Value, frozen=True, kw_only=True):
+    """New tokens of one request; `position` is that of the first of them in the output. An entry with a finish reason
+    is the last. `prefill_s` and `queue_s` (in the worker) come with position 0."""
+
+    request_id: str
+    epoch: NonNegative
+    position: NonNegative
+    tokens: bytes
+    finish_reason: FinishReason | None = None
+    queue_s: Seconds | None = None
+    prefill_s: Seconds | None = None
+    error: ErrorReply | None = None
+
+
+class TokenFrame(Message, frozen=True, kw_only=True):
+    """Worker → router: one decode step's tokens of all that router's requests on this worker."""
+
+    server_id: str
+    slot: NonNegative
+    entries: tuple[TokenEntry, ...]
+
+
+class InferenceStarted(Message, frozen=True, kw_only=True):
+    """Router → scheduler: a request began on an instance (R2)."""
+
+    request_id: str
+    router_id: str
+    instance_id: str
+    model_id: str
+    prompt_tokens: NonNegative
+
+
+class InferenceFinished(Message, frozen=True, kw_only=True):
+    """Router → scheduler: a request left an instance (R5, M3: d and t come from the router's clock)."""
+
+    request_id: str
+    router_id: str
+    instance_id: str
+    model_id: str
+    prompt_tokens: NonNegative
+    output_tokens: NonNegative
+    duration_s: Seconds
+    token_s: Seconds
+
+
+# --- health ---
+
+
+class ResidentModel(Value, frozen=True, kw_only=True):
+    """A model that is wholly in `tier` of this server."""
+
+    model_id: str
+    checkpoint_digest: str
+    tier: Tier
+    size_bytes: NonNegative
+
+
+class AgentHeartbeat(Message, frozen=True, kw_only=True):
+    """Storage agent → all. `epoch` is new with each life; `tasks` and `jobs` are queued or running, in order."""
+
+    server_id: str
+    epoch: NonNegative
+    resident: tuple[ResidentModel, ...]
+    tasks: tuple[str, ...]
+    jobs: tuple[str, ...]
+    attached: tuple[str, ...]
+    pool_size_bytes: NonNegative
+    pool_free_bytes: NonNegative
+    ssd_size_bytes: NonNegative
+    ssd_used_bytes: NonNegative
+    probe_bandwidth_bytes_per_s: float
+
+
+class WorkerState(StrEnum):
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class WorkerHeartbeat(Message, frozen=True, kw_only=True):
+    """GPU worker → all. `active_requests` counts running and queued ones."""
+
+    server_id: str
+    slot: NonNegative
+    epoch: NonNegative
+    device: str
+    state: WorkerState
+    instance_id: str | None
+    model_id: str | None
+    active_requests: NonNegative
+
+
+class InstanceActivity(Value, frozen=True, kw_only=True):
+    instance_id: str
+    requests: NonNegative
+
+
+class RouterHeartbeat(Message, frozen=True, kw_only=True):
+    router_id: str
+    epoch: NonNegative
+    active: tuple[InstanceActivity, ...]
+    waiting_requests: NonNegative
+    oldest_wait_s: Seconds
+
+
+class SchedulerHeartbeat(Message, frozen=True, kw_only=True):
+    """Scheduler → all. A new epoch asks everybody to send a heartbeat, and routers to repeat what they wait for."""
+
+    scheduler_id: str
+    epoch: NonNegative
+
+
+class GetCluster(Message, frozen=True, kw_only=True):
+    pass
+
+
+class SlotSummary(Value, frozen=True, kw_only=True):
+    slot: NonNegative
+    device: str
+    state: WorkerState
+    is_alive: bool
+    model_id: str | None
+    instance_id: str | None
+    active_requests: NonNegative
+
+
+class ServerSummary(Value, frozen=True, kw_only=True):
+    server_id: str
+    is_alive: bool
+    last_seen_s: Seconds
+    slots: tuple[SlotSummary, ...]
+    resident: tuple[ResidentModel, ...]
+    tasks: tuple[str, ...]
+    pool_size_bytes: NonNegative
+    pool_free_bytes: NonNegative
+    ssd_size_bytes: NonNegative
+    ssd_used_bytes: NonNegative
+    bandwidth_bytes_per_s: dict[str, float] = {}
+
+
+class GetClusterReply(Message, frozen=True, kw_only=True):
+    scheduler_epoch: NonNegative
+    servers: tuple[ServerSummary, ...]
+    routers: tuple[str, ...]
+    waiting_requests: NonNegative

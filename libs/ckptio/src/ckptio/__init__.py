@@ -1,0 +1,101 @@
+"""ckptio: a checkpoint format made for loading, and a loader that reads it at the speed of the device.
+
+Everything pure works without the native extension and without torch; both are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ckptio.checkpoint import read_index, read_manifest, verify
+from ckptio.convert import convert
+from ckptio.errors import (
+    Cancelled,
+    CheckpointExists,
+    CkptioError,
+    ConversionInProgress,
+    CorruptCheckpoint,
+    DeviceError,
+    InsufficientSpace,
+    MissingFile,
+    NativeMissing,
+    PoolExhausted,
+    TruncatedCheckpoint,
+    UnsupportedFormat,
+)
+from ckptio.export import export
+from ckptio.index import Index, IndexPartition, TensorEntry
+from ckptio.manifest import FileInfo, Manifest, PartitionInfo, Source
+from ckptio.mapping import map_chunks
+from ckptio.native import NativeStatus, native_status
+from ckptio.plan import CHUNK_SIZE_BYTES
+from ckptio.pool import ChunkPool, PoolReport
+from ckptio.reader import Reader, ReadReport
+from ckptio.writer import Progress
+
+if TYPE_CHECKING:
+    from ckptio._native import CancelToken, Mapping
+    from ckptio.torch import load, save, tensors
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CHUNK_SIZE_BYTES",
+    "CancelToken",
+    "Cancelled",
+    "CheckpointExists",
+    "ChunkPool",
+    "CkptioError",
+    "ConversionInProgress",
+    "CorruptCheckpoint",
+    "DeviceError",
+    "FileInfo",
+    "Index",
+    "IndexPartition",
+    "InsufficientSpace",
+    "Manifest",
+    "Mapping",
+    "MissingFile",
+    "NativeMissing",
+    "NativeStatus",
+    "PartitionInfo",
+    "PoolExhausted",
+    "PoolReport",
+    "Progress",
+    "ReadReport",
+    "Reader",
+    "Source",
+    "TensorEntry",
+    "TruncatedCheckpoint",
+    "UnsupportedFormat",
+    "convert",
+    "export",
+    "load",
+    "map_chunks",
+    "native_status",
+    "read_index",
+    "read_manifest",
+    "save",
+    "tensors",
+    "verify",
+]
+
+# Names whose module costs an import of torch, or needs the extension.
+_LATE = {
+    "CancelToken": "ckptio._native",
+    "Mapping": "ckptio._native",
+    "load": "ckptio.torch",
+    "save": "ckptio.torch",
+    "tensors": "ckptio.torch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'ckptio' has no attribute {name!r}")
+    if _LATE[name] == "ckptio._native":
+        from ckptio.native import require_native
+
+        return getattr(require_native(), name)
+    return getattr(importlib.import_module(_LATE[name]), name)

@@ -1,0 +1,126 @@
+"""The errors of ckptio: one root, fields first, text built from the fields."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PathLike = str | os.PathLike[str]
+
+
+class CkptioError(Exception):
+    """Root of every error that ckptio raises on purpose, besides `OSError`."""
+
+
+class CorruptCheckpoint(CkptioError):
+    """The bytes at `offset_bytes` of `path` are not what was written."""
+
+    def __init__(
+        self, path: PathLike, reason: str, *, offset_bytes: int = 0, chunk_index: int | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.reason = reason
+        self.offset_bytes = offset_bytes
+        self.chunk_index = chunk_index
+        chunk = "" if chunk_index is None else f" (chunk {chunk_index})"
+        super().__init__(f"{self.path}: {reason}, at offset {offset_bytes}{chunk}")
+
+
+class TruncatedCheckpoint(CkptioError):
+    """`path` ends early: `actual_bytes` are there, `expected_bytes` were written."""
+
+    def __init__(self, path: PathLike, *, expected_bytes: int, actual_bytes: int) -> None:
+        self.path = Path(path)
+        self.expected_bytes = expected_bytes
+        self.actual_bytes = actual_bytes
+        self.offset_bytes = actual_bytes
+        super().__init__(
+            f"{self.path}: truncated at offset {actual_bytes}: {expected_bytes} bytes expected, "
+            f"{expected_bytes - actual_bytes} missing"
+        )
+
+
+class UnsupportedFormat(CkptioError):
+    """`path` is something that ckptio does not read; `reason` says what it is and what to do."""
+
+    def __init__(self, path: PathLike, reason: str, *, offset_bytes: int = 0) -> None:
+        self.path = Path(path)
+        self.reason = reason
+        self.offset_bytes = offset_bytes
+        super().__init__(f"{self.path}: {reason}")
+
+
+class MissingFile(CkptioError):
+    """A file that another one promises is not there."""
+
+    def __init__(self, path: PathLike, *, named_by: PathLike) -> None:
+        self.path = Path(path)
+        self.named_by = Path(named_by)
+        super().__init__(f"{self.path}: missing, named by {self.named_by}; fetch it and try again")
+
+
+class CheckpointExists(CkptioError):
+    """The destination is taken, and replacing it was not asked for or would not be safe."""
+
+    def __init__(self, path: PathLike, reason: str = "exists; pass overwrite to replace it") -> None:
+        self.path = Path(path)
+        self.reason = reason
+        super().__init__(f"{self.path}: {reason}")
+
+
+class ConversionInProgress(CkptioError):
+    """Another process is writing the same destination and did not finish within `wait_s`."""
+
+    def __init__(self, path: PathLike, *, wait_s: float) -> None:
+        self.path = Path(path)
+        self.wait_s = wait_s
+        super().__init__(f"{self.path}: another process is writing it; gave up after {wait_s:g} s")
+
+
+class InsufficientSpace(CkptioError):
+    """The file system of `path` cannot hold what is about to be written."""
+
+    def __init__(self, path: PathLike, *, required_bytes: int, available_bytes: int) -> None:
+        self.path = Path(path)
+        self.required_bytes = required_bytes
+        self.available_bytes = available_bytes
+        super().__init__(
+            f"{self.path}: {required_bytes} bytes needed, {available_bytes} free; "
+            f"free {required_bytes - available_bytes} more"
+        )
+
+
+class PoolExhausted(CkptioError):
+    """A chunk pool has fewer free chunks than were asked for."""
+
+    def __init__(self, path: PathLike, *, requested_chunks: int, free_chunks: int) -> None:
+        self.path = Path(path)
+        self.requested_chunks = requested_chunks
+        self.free_chunks = free_chunks
+        super().__init__(f"{self.path}: {requested_chunks} chunks asked for, {free_chunks} free")
+
+
+class Cancelled(CkptioError):
+    """The caller cancelled the operation; `done_bytes` had been handled by then."""
+
+    def __init__(self, path: PathLike, *, done_bytes: int = 0) -> None:
+        self.path = Path(path)
+        self.done_bytes = done_bytes
+        super().__init__(f"{self.path}: cancelled after {done_bytes} bytes")
+
+
+class DeviceError(CkptioError):
+    """A GPU driver call failed with `code`."""
+
+    def __init__(self, operation: str, *, code: int) -> None:
+        self.operation = operation
+        self.code = code
+        super().__init__(f"{operation} failed with device error {code}")
+
+
+class NativeMissing(CkptioError):
+    """The native extension is needed here and did not load."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the native part of ckptio is missing: {reason}")

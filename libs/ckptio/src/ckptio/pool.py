@@ -1,0 +1,245 @@
+"""The chunk pool: one region of shared memory, backed by memory from the start, lent chunk by chunk (L2).
+
+Page faults are the largest hidden cost of loading, so they are paid once, when the pool is made. A pool never
+gives pages back: the next touch of a returned page may cost more than reading it from disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import heapq
+import os
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptio.errors import InsufficientSpace, PathLike, PoolExhausted
+from ckptio.files import naming
+from ckptio.native import require_native
+from ckptio.plan import CHUNK_SIZE_BYTES, PADDING_BYTES, chunk_count
+
+if TYPE_CHECKING:
+    from ckptio._native import Mapping
+
+_MEMORY_STATUS = Path("/proc/meminfo")
+_SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+# What the kernel says in that file when advice alone is enough, or not even needed.
+_HUGE_PAGE_SETTINGS = ("[always]", "[within_size]", "[advise]", "[force]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReport:
+    """What making the pool gave: `lock_error` and `huge_pages_error` are empty when it worked."""
+
+    prefault_s: float
+    is_locked: bool
+    lock_error: str
+    has_huge_pages: bool
+    huge_pages_error: str
+
+
+class ChunkPool:
+    """Owner of a chunk pool; others map its chunks by `path` with `map_chunks`. Make one with `create`.
+
+    Allocation is thread-safe. `close` unlinks the file; processes that have chunks mapped keep them.
+    """
+
+    def __init__(
+        self, path: Path, descriptor: int, mapping: Mapping, chunk_size_bytes: int, report: PoolReport
+    ) -> None:
+        self.path = path
+        self.chunk_size_bytes = chunk_size_bytes
+        self.chunk_count = mapping.size_bytes // chunk_size_bytes
+        self.report = report
+        self._descriptor = descriptor
+        self._mapping = mapping
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()
+        # A heap, so that chunks freed together are lent together and map as one range.
+        self._free = list(range(self.chunk_count))
+        self._leased: set[int] = set()
+
+    @classmethod
+    def create(
+        cls,
+        path: PathLike | None,
+        size_bytes: int,
+        chunk_size_bytes: int = CHUNK_SIZE_BYTES,
+        prefault_threads: int = 2,
+    ) -> ChunkPool:
+        """Makes a pool of `size_bytes` (rounded down to chunks) in a new file on tmpfs, or in a memfd.
+
+        The file of a pool whose owner died is replaced; that of a living one raises FileExistsError. Raises
+        `InsufficientSpace` when the file system or memory cannot hold it.
+        """
+        native = require_native()
+        if chunk_size_bytes <= 0 or chunk_size_bytes % PADDING_BYTES:
+            raise ValueError(f"chunk size {chunk_size_bytes} is not a multiple of {PADDING_BYTES}")
+        size_bytes -= size_bytes % chunk_size_bytes
+        if size_bytes <= 0 or prefault_threads <= 0:
+            raise ValueError("a pool needs at least one chunk and one thread")
+        path, descriptor = _open_memfd() if path is None else _open_file(Path(path))
+        try:
+            with naming(path):
+                _check_room(path, descriptor, size_bytes)
+                os.ftruncate(descriptor, size_bytes)
+                mapping = native.Mapping.shared(descriptor, size_bytes)
+                return cls(path, descriptor, mapping, chunk_size_bytes, _prepare(mapping, prefault_threads))
+        except BaseException as error:
+            _discard(path, descriptor)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise InsufficientSpace(path, required_bytes=size_bytes, available_bytes=0) from error
+            raise
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all chunks."""
+        return self.chunk_count * self.chunk_size_bytes
+
+    @property
+    def free_chunks(self) -> int:
+        """How many chunks can be allocated now."""
+        return len(self._free)
+
+    @property
+    def mapping(self) -> Mapping:
+        """The memory of the pool. Raises ValueError when the pool is closed."""
+        if self._mapping.is_closed:
+            raise ValueError(f"{self.path}: the pool is closed")
+        return self._mapping
+
+    def chunks_for(self, size_bytes: int) -> int:
+        """How many chunks `size_bytes` need."""
+        return chunk_count(size_bytes, self.chunk_size_bytes)
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """Lends `count` chunks, lowest numbers first, or raises `PoolExhausted` and lends none."""
+        if count < 0:
+            raise ValueError(f"{count} chunks")
+        assert not self._mapping.is_closed, "the pool is closed"
+        with self._lock:
+            if count > len(self._free):
+                raise PoolExhausted(self.path, requested_chunks=count, free_chunks=len(self._free))
+            indices = tuple(heapq.heappop(self._free) for _ in range(count))
+            self._leased.update(indices)
+        return indices
+
+    def free(self, indices: Sequence[int]) -> None:
+        """Takes chunks back. Raises ValueError, taking none, when one of them is not lent."""
+        with self._lock:
+            if len(set(indices)) != len(indices) or not self._leased.issuperset(indices):
+                raise ValueError(
+                    f"{self.path}: chunks {list(indices)} are not all lent, or one is named twice"
+                )
+            self._leased.difference_update(indices)
+            for index in indices:
+                heapq.heappush(self._free, index)
+
+    def chunk(self, index: int) -> memoryview:
+        """The bytes of one chunk, writable; release the view before closing the pool."""
+        if not 0 <= index < self.chunk_count:
+            raise ValueError(f"{self.path}: chunk {index} of {self.chunk_count}")
+        start = index * self.chunk_size_bytes
+        with memoryview(self.mapping) as whole:
+            return whole[start : start + self.chunk_size_bytes]
+
+    def close(self) -> None:
+        """Unmaps and unlinks; idempotent. Raises BufferError while a read or a view uses the pool."""
+        if self._mapping.is_closed:
+            return
+        self._mapping.close()
+        # A forked child has the object but not the pool: the file belongs to the process that made it.
+        if os.getpid() == self._owner_pid:
+            _discard(self.path, self._descriptor)
+        else:
+            os.close(self._descriptor)
+
+    def __enter__(self) -> ChunkPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        mapping = getattr(self, "_mapping", None)
+        if mapping is not None and not mapping.is_closed and os.getpid() == self._owner_pid:
+            warnings.warn(f"unclosed chunk pool {self.path}", ResourceWarning, source=self, stacklevel=2)
+            self.close()
+
+
+def _open_memfd() -> tuple[Path, int]:
+    descriptor = os.memfd_create("ckptio-pool", os.MFD_CLOEXEC)
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor
+
+
+def _open_file(path: Path) -> tuple[Path, int]:
+    """A new file, locked as long as its owner lives: so a dead owner's file can be told, and replaced."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(errno.EEXIST, "A living process owns this pool", os.fspath(path)) from None
+        finally:
+            os.close(descriptor)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return path, descriptor
+
+
+def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:
+    """Before touching: a page that tmpfs cannot give is a bus error, one that memory cannot give kills."""
+    status = os.fstatvfs(descriptor)
+    available_bytes = _available_memory_bytes()
+    if status.f_blocks:  # a file system without a limit, such as the one of memfd, reports none
+        available_bytes = min(available_bytes, status.f_bavail * status.f_frsize)
+    if available_bytes < size_bytes:
+        raise InsufficientSpace(path, required_bytes=size_bytes, available_bytes=available_bytes)
+
+
+def _available_memory_bytes() -> int:
+    """The kernel's estimate of what can be used without swapping."""
+    for line in _MEMORY_STATUS.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(errno.ENODATA, "No MemAvailable line", os.fspath(_MEMORY_STATUS))
+
+
+def _prepare(mapping: Mapping, threads: int) -> PoolReport:
+    advice_error = mapping.advise_huge_pages()
+    start = time.monotonic()
+    mapping.prefault(threads)
+    prefault_s = time.monotonic() - start
+    lock_error = mapping.lock_in_memory()
+    huge_pages_error = os.strerror(advice_error) if advice_error else _huge_pages_refusal()
+    return PoolReport(
+        prefault_s=prefault_s,
+        is_locked=lock_error == 0,
+        lock_error=os.strerror(lock_error) if lock_error else "",
+        has_huge_pages=not huge_pages_error,
+        huge_pages_error=huge_pages_error,
+    )
+
+
+def _huge_pages_refusal() -> str:
+    try:
+        setting = _SHMEM_HUGE_PAGES.read_text().strip()
+    except OSError as error:
+        return f"{_SHMEM_HUGE_PAGES}: {error.strerror}"
+    return "" if any(word in setting for word in _HUGE_PAGE_SETTINGS) else f"{_SHMEM_HUGE_PAGES} is {setting}"
+
+
+def _discard(path: Path, descriptor: int) -> None:
+    # The path of a memfd is an entry of /proc, which goes with the descriptor.
+    if path.parent != Path(f"/proc/{os.getpid()}/fd"):
+        path.unlink(missing_ok=True)
+    os.close(descriptor)

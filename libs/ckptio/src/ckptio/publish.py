@@ -1,0 +1,153 @@
+"""Atomic publication of a directory: written beside its destination, synced, renamed.
+
+One writer per destination, by a file lock that the kernel drops when its holder dies. Whoever holds it owns
+every temporary directory of that destination, so it may remove what killed writers left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptio.errors import Cancelled, CheckpointExists, ConversionInProgress, InsufficientSpace
+from ckptio.files import sync_directory
+
+# How often a waiting writer looks again; a conversion takes seconds to minutes.
+LOCK_POLL_S = 0.05
+
+# How long a second writer of one destination waits for the first before it fails.
+LOCK_WAIT_S = 600.0
+
+# Room for directories, index and manifest beside the partitions.
+SPACE_MARGIN_BYTES = 16 * 1024 * 1024
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def publishing(
+    destination: Path,
+    *,
+    marker: str,
+    overwrite: bool = False,
+    cancelled: Callable[[], bool] | None = None,
+    wait_s: float = LOCK_WAIT_S,
+) -> Iterator[Path]:
+    """Gives an empty directory to fill; at the end it becomes `destination`, on an error it is removed.
+
+    Only a directory that has a file `marker`, or an empty one, is ever replaced. The caller syncs each file
+    that it writes. Raises `CheckpointExists`, `ConversionInProgress` after `wait_s`, and `Cancelled` when
+    `cancelled()` says so while waiting.
+    """
+    destination = Path(os.path.abspath(destination))
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(destination, cancelled, wait_s):
+        _check_free(destination, marker, overwrite)
+        _remove_leftovers(destination)
+        temporary = destination.parent / f"{_prefix(destination)}{os.getpid()}"
+        temporary.mkdir()
+        try:
+            yield temporary
+            for directory, _, _ in os.walk(temporary):
+                sync_directory(directory)
+            _check_free(destination, marker, overwrite)
+            _rename_over(temporary, destination)
+            sync_directory(destination.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_space(directory: Path, required_bytes: int) -> None:
+    """Raises `InsufficientSpace` when the file system of `directory` cannot take `required_bytes` more."""
+    status = os.statvfs(directory)
+    available_bytes = status.f_bavail * status.f_frsize
+    if available_bytes < required_bytes + SPACE_MARGIN_BYTES:
+        raise InsufficientSpace(
+            directory, required_bytes=required_bytes + SPACE_MARGIN_BYTES, available_bytes=available_bytes
+        )
+
+
+@contextmanager
+def _locked(destination: Path, cancelled: Callable[[], bool] | None, wait_s: float) -> Iterator[None]:
+    path = destination.parent / f".{destination.name}.ckptio-lock"
+    deadline = time.monotonic() + wait_s
+    descriptor = _try_lock(path)
+    while descriptor is None:
+        if cancelled is not None and cancelled():
+            raise Cancelled(destination)
+        if time.monotonic() >= deadline:
+            raise ConversionInProgress(destination, wait_s=wait_s)
+        time.sleep(LOCK_POLL_S)
+        descriptor = _try_lock(path)
+    try:
+        yield
+    finally:
+        # Removed while still locked: whoever opened this file meanwhile sees that it is gone and starts
+        # again.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _try_lock(path: Path) -> int | None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _check_free(destination: Path, marker: str, overwrite: bool) -> None:
+    if not os.path.lexists(destination):
+        return
+    if not overwrite:
+        raise CheckpointExists(destination)
+    is_ours = (destination / marker).is_file()
+    is_empty = destination.is_dir() and not any(destination.iterdir())
+    if not is_ours and not is_empty:
+        raise CheckpointExists(
+            destination, f"exists and has no {marker}: it is something else, and not replaced"
+        )
+
+
+def _remove_leftovers(destination: Path) -> None:
+    prefix = _prefix(destination)
+    for entry in os.scandir(destination.parent):
+        if entry.name.startswith(prefix) and entry.name[len(prefix) :].isdecimal():
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _rename_over(temporary: Path, destination: Path) -> None:
+    """Puts `temporary` in the place of `destination`; an old checkpoint there ends up as `temporary`."""
+    try:
+        os.rename(temporary, destination)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _exchange(temporary, destination)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swaps two directories in one step, so that at no moment there is none at `second`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.renameat2(
+        _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)
+    )
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(second))
+
+
+def _prefix(destination: Path) -> str:
+    return f".{destination.name}.ckptio-tmp-"

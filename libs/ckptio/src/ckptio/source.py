@@ -1,0 +1,213 @@
+"""A published model directory: which files are its weights, and which others belong to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from ckptio.errors import CorruptCheckpoint, MissingFile, PathLike, UnsupportedFormat
+from ckptio.files import read_bounded
+from ckptio.manifest import INDEX_FILE, MANIFEST_FILE, check_file_name
+from ckptio.stock import StockHeader, StockTensor, read_header
+
+# The index of a sharded checkpoint lists every tensor; a few MB for the largest models there are.
+SHARD_INDEX_BYTES_MAX = 64 * 1024 * 1024
+CONFIG_BYTES_MAX = 16 * 1024 * 1024
+OTHER_FILES_MAX = 10_000
+
+# Weights once more, for other frameworks, and what a training run leaves: not copied with the model.
+_OTHER_WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+    "adapter_model.bin",
+    "consolidated*.pth",
+    "*.gguf",
+    "*.onnx",
+    "tf_model*.h5",
+    "flax_model*.msgpack",
+    "rust_model.ot",
+    "optimizer.pt",
+    "training_args.bin",
+)
+_SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_PREFERRED_FILES = ("model.safetensors", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTensor:
+    """One tensor to convert, and the file that has its bytes."""
+
+    tensor: StockTensor
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockSource:
+    """All that a published safetensors checkpoint consists of."""
+
+    tensors: tuple[ShardTensor, ...]
+    metadata: Mapping[str, str]
+    architecture: str | None
+    other_files: tuple[tuple[str, Path], ...]
+
+
+def open_source(source: Path) -> StockSource:
+    """Finds and checks the weights of `source`, a directory or one file, before anything is written.
+
+    Raises `MissingFile` for a shard that is named but not there, and the errors of `stock.read_header`.
+    """
+    if not source.exists():
+        raise FileNotFoundError(2, "No such model directory or file", os.fspath(source))
+    if source.is_file():
+        header = read_header(source)
+        tensors = tuple(ShardTensor(tensor=tensor, file=source) for tensor in header.tensors)
+        return StockSource(tensors=tensors, metadata=header.metadata, architecture=None, other_files=())
+    if (source / INDEX_FILE).exists() and (source / MANIFEST_FILE).exists():
+        raise UnsupportedFormat(source, "is already a ckptio checkpoint; use it as it is")
+    files, owner_of = _find_shards(source)
+    headers = {file: read_header(file) for file in files}
+    metadata: dict[str, str] = {}
+    for header in headers.values():
+        metadata.update(header.metadata)
+    return StockSource(
+        tensors=_select_tensors(headers, owner_of, source),
+        metadata=metadata,
+        architecture=_read_architecture(source),
+        other_files=tuple(_find_other_files(source)),
+    )
+
+
+def _find_shards(source: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The weight files, and tensor name -> file name where there is an index, which wins over stray files."""
+    indexes = sorted(source.glob("*.safetensors.index.json"))
+    preferred = source / "model.safetensors.index.json"
+    if preferred in indexes or len(indexes) == 1:
+        index_path = preferred if preferred in indexes else indexes[0]
+        owner_of = _read_shard_index(index_path)
+        return [_existing(source / name, index_path) for name in sorted(set(owner_of.values()))], owner_of
+    files = sorted(source.glob("*.safetensors"))
+    for name in _PREFERRED_FILES:
+        if source / name in files:
+            return [source / name], None
+    matches = [_SHARD_NAME.fullmatch(file.name) for file in files]
+    if files and all(matches):
+        return _complete_set(source, files, matches), None
+    if len(files) == 1:
+        return files, None
+    if files:
+        names = ", ".join(file.name for file in files[:5])
+        raise UnsupportedFormat(
+            source, f"several safetensors files and no index that says which to use: {names}"
+        )
+    raise UnsupportedFormat(source, "no safetensors file here; save the model as safetensors first")
+
+
+def _complete_set(source: Path, files: list[Path], matches: list[re.Match[str] | None]) -> list[Path]:
+    """All of the files named "-00001-of-00003": without an index only their names tell the count."""
+    sets = {(match["stem"], match["count"]) for match in matches if match is not None}
+    if len(sets) > 1:
+        raise UnsupportedFormat(source, "shards of several checkpoints and no index that says which to use")
+    stem, count = sets.pop()
+    return [
+        _existing(source / f"{stem}-{number:05d}-of-{count}.safetensors", files[0])
+        for number in range(1, int(count) + 1)
+    ]
+
+
+def _read_shard_index(path: Path) -> dict[str, str]:
+    table = read_json_object(path, SHARD_INDEX_BYTES_MAX)
+    weight_map = table.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CorruptCheckpoint(path, "weight_map is not a map of tensor names to file names")
+    if not weight_map:
+        raise CorruptCheckpoint(path, "weight_map names no tensors")
+    for name in set(weight_map.values()):
+        try:
+            check_file_name(name)
+        except ValueError as error:
+            raise CorruptCheckpoint(path, f"weight_map: {error}") from error
+    return weight_map
+
+
+def read_json_object(path: Path, size_bytes_max: int) -> dict[str, object]:
+    """A JSON object from a small file; raises `CorruptCheckpoint` for anything else."""
+    raw = read_bounded(path, size_bytes_max)
+    try:
+        table = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        place = getattr(error, "pos", None) or getattr(error, "start", None) or 0
+        raise CorruptCheckpoint(path, f"not valid JSON ({error})", offset_bytes=place) from error
+    if not isinstance(table, dict):
+        raise CorruptCheckpoint(path, "not a JSON object")
+    return table
+
+
+def _select_tensors(
+    headers: Mapping[Path, StockHeader], owner_of: Mapping[str, str] | None, source: Path
+) -> tuple[ShardTensor, ...]:
+    found: dict[str, ShardTensor] = {}
+    for file, header in headers.items():
+        for tensor in header.tensors:
+            if owner_of is not None and tensor.name not in owner_of:
+                raise CorruptCheckpoint(file, f"tensor {tensor.name!r} is not in the index of the checkpoint")
+            if owner_of is not None and owner_of[tensor.name] != file.name:
+                continue
+            if tensor.name in found:
+                raise CorruptCheckpoint(
+                    file, f"tensor {tensor.name!r} is also in {found[tensor.name].file.name}"
+                )
+            found[tensor.name] = ShardTensor(tensor=tensor, file=file)
+    for name, file_name in (owner_of or {}).items():
+        if name not in found:
+            raise CorruptCheckpoint(
+                source / file_name, f"tensor {name!r} is missing, the index says it is here"
+            )
+    return tuple(found.values())
+
+
+def _read_architecture(source: Path) -> str | None:
+    path = source / "config.json"
+    if not path.is_file():
+        return None
+    architectures = read_json_object(path, CONFIG_BYTES_MAX).get("architectures")
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        return architectures[0]
+    return None
+
+
+def _find_other_files(source: Path) -> list[tuple[str, Path]]:
+    """Everything that is no weight, by relative name. Links are followed: hub caches consist of them."""
+    found = []
+    for directory, subdirectories, names in os.walk(source):
+        subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(directory) / name
+            relative = path.relative_to(source).as_posix()
+            if name.startswith(".") or any(fnmatch(name, pattern) for pattern in _OTHER_WEIGHTS):
+                continue
+            if not stat.S_ISREG(path.stat().st_mode):
+                continue
+            _refuse_reserved(relative, path)
+            found.append((relative, path))
+            if len(found) > OTHER_FILES_MAX:
+                raise UnsupportedFormat(source, f"more than {OTHER_FILES_MAX} files besides the weights")
+    return found
+
+
+def _refuse_reserved(relative: str, path: PathLike) -> None:
+    if relative in (MANIFEST_FILE, INDEX_FILE) or re.fullmatch(r"partition_\d+\.bin", relative):
+        raise UnsupportedFormat(path, "has a name that ckptio needs for itself; rename it")
+
+
+def _existing(path: Path, named_by: Path) -> Path:
+    if not path.is_file():
+        raise MissingFile(path, named_by=named_by)
+    return path

@@ -1,0 +1,174 @@
+"""The index: what is written is read, and what breaks a rule is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptio
+from ckptio.dtypes import DTYPES
+from ckptio.index import Index, make_index
+from ckptio.index_codec import decode, encode
+from ckptio.plan import Extent, Member, chunk_count, plan_layout, size_of
+
+CHUNK_BYTES = 4096
+
+
+def an_index(extents: list[Extent], gpus: int = 1) -> Index:
+    layouts = plan_layout(extents, lambda name: len(name) % gpus)
+    digests = [list(range(chunk_count(layout.padded_bytes, CHUNK_BYTES))) for layout in layouts]
+    return make_index(extents, layouts, digests, chunk_size_bytes=CHUNK_BYTES, metadata={"format": "pt"})
+
+
+def a_tensor(name: str, *shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = None) -> Member:
+    return Member(
+        name=name, dtype=dtype, shape=shape, stride=stride, size_bytes=size_of(dtype, shape, stride)
+    )
+
+
+def alone(member: Member) -> Extent:
+    return Extent(size_bytes=member.size_bytes, members=(member,))
+
+
+def a_small_index() -> Index:
+    tied = a_tensor("embed", 4, 8)
+    return an_index(
+        [
+            Extent(size_bytes=128, members=(tied, replace(tied, name="head"))),
+            alone(a_tensor("w", 5, 3, stride=(1, 5))),
+            alone(a_tensor("empty", 0, 7)),
+            alone(a_tensor("scalar", dtype="bfloat16")),
+        ]
+    )
+
+
+members = st.builds(
+    a_tensor,
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    dtype=st.sampled_from(sorted(DTYPES)),
+)
+
+
+@given(st.lists(members, max_size=12, unique_by=lambda member: member.name), st.integers(1, 3))
+def test_an_index_survives_its_bytes(tensors: list[Member], gpus: int) -> None:
+    """F3: name -> (partition, offset, size) with dtype, shape and stride."""
+    index = an_index([alone(tensor) for tensor in tensors], gpus)
+    assert decode(encode(index), "index") == index
+    assert {name: entry.shape for name, entry in index.items()} == {t.name: t.shape for t in tensors}
+
+
+def test_ties_and_strides_survive_the_bytes_of_an_index() -> None:
+    index = a_small_index()
+    again = decode(encode(index), "index")
+    assert again == index
+    assert again.aliases == ((0, 1),)
+    assert again["head"].offset_bytes == again["embed"].offset_bytes
+    assert again["w"].stride == (1, 5)
+    assert again["empty"].stride is None
+    assert again.parameter_count == 32 + 15 + 0 + 1
+
+
+@given(st.data())
+def test_no_damage_of_an_index_escapes_as_another_error(data: st.DataObject) -> None:
+    """F7: damage is a typed error or, in a digest or a name, still a valid index."""
+    raw = bytearray(encode(a_small_index()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, len(raw) - 1))
+        raw[position] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw
+    try:
+        decode(bytes(raw), "index")
+    except (ckptio.CorruptCheckpoint, ckptio.UnsupportedFormat) as error:
+        assert error.path == Path("index")  # noqa: PT017
+
+
+def changed(**columns: Any) -> bytes:
+    table = msgpack.unpackb(encode(a_small_index()))
+    return msgpack.packb(table | columns)
+
+
+def packed(code: str, *values: int) -> bytes:
+    size = {"B": 1, "H": 2, "Q": 8}[code]
+    return b"".join(value.to_bytes(size, "little") for value in values)
+
+
+# Rows of the small index: embed and head at 0 (128 bytes), w at 256 (60), empty and scalar at 512 (0 and 2).
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"offset_bytes": packed("Q", 0, 0, 256, 512, 2**63)}, "after the end"),
+        ({"offset_bytes": packed("Q", 0, 0, 64, 512, 512)}, "overlaps"),
+        ({"offset_bytes": packed("Q", 0, 0, 260, 512, 512)}, "not aligned"),
+        ({"offset_bytes": packed("Q", 0, 0, 256, 0, 512)}, "out of order"),
+        ({"offset_bytes": packed("Q", 0, 128, 256, 512, 512)}, "shares no byte"),
+        ({"offset_bytes": packed("Q", 0, 0, 256, 512, 513)}, "not aligned to its elements"),
+        ({"offset_bytes": packed("Q", 0, 0, 256, 512)}, "unpack requires"),
+        ({"size_bytes": packed("Q", 128, 128, 61, 0, 2)}, "its shape needs 60"),
+        ({"shape": packed("Q", 4, 8, 4, 8, 2**32, 2**32, 0, 7)}, "overflows"),
+        ({"shape": packed("Q", 4, 8, 4, 8, 5, 3, 0, 2**63)}, "overflows"),
+        ({"rank": packed("B", 2, 2, 2, 2, 1)}, "unpack requires"),
+        ({"partition": packed("H", 0, 0, 0, 0, 1)}, "partition 1 does not exist"),
+        ({"dtype": packed("B", 1, 1, 1, 1, 9)}, "dtype code"),
+        ({"dtypes": ["bfloat16", "float31"]}, "unknown dtype"),
+        ({"stride": [[2, [1, 5]], [2, [1, 5]]]}, "two strides"),
+        ({"stride": [[2, [1, -5]]]}, "is not a number"),
+        ({"stride": [[2, [1]]]}, "does not fit"),
+        ({"stride": [[9, [1, 5]]]}, "is not a number"),
+        ({"aliases": []}, "overlaps"),
+        ({"aliases": [[0]]}, "has 1 tensors"),
+        ({"aliases": [[0, 2]]}, "not consecutive"),
+        ({"aliases": [[0, 1], [1, 2]]}, "bad row"),
+        ({"aliases": [[0, 1], [3, 4]]}, "empty tensor"),
+        ({"names": b"a\0a\0b\0c\0d"}, "twice"),
+        ({"names": b"a\0b\0c\0d"}, "4 names"),
+        ({"names": b"a\0\0b\0c\0d"}, "empty"),
+        ({"names": b"\xff\0b\0c\0d\0e"}, "utf-8"),
+        ({"tensor_count": 10**12}, "is not a number"),
+        ({"chunk_size_bytes": 1000}, "whole pages"),
+        ({"chunk_size_bytes": 0}, "chunk size 0"),
+        ({"partitions": [[514, 4096, b""]]}, "0 digests"),
+        ({"partitions": [[514, 8192, packed("Q", 1, 2)]]}, "padded size"),
+        ({"partitions": []}, "0 partitions"),
+        ({"metadata": {"format": 1}}, "metadata"),
+        ({"metadata": []}, "metadata"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_an_index_that_breaks_a_rule_is_refused(columns: dict[str, Any], reason: str) -> None:
+    """F7: sizes, offsets, products, alignment, names."""
+    with pytest.raises(ckptio.CorruptCheckpoint, match=reason) as caught:
+        decode(changed(**columns), "somewhere/index.msgpack")
+    assert caught.value.path == Path("somewhere/index.msgpack")
+
+
+@pytest.mark.parametrize(
+    "columns", [{"version": 2}, {"format": "other"}, {"slices": [[0, 0, 0, 8]]}], ids=lambda c: next(iter(c))
+)
+def test_an_index_of_another_kind_is_unsupported_not_corrupt(columns: dict[str, Any]) -> None:
+    with pytest.raises(ckptio.UnsupportedFormat):
+        decode(changed(**columns), "index")
+
+
+def test_a_group_of_aliases_stays_in_one_partition() -> None:
+    index = a_small_index()
+    two = replace(
+        index, partition=(0, 1, 1, 1, 1), partitions=index.partitions * 2, offset_bytes=(0, 0, 256, 512, 512)
+    )
+    with pytest.raises(ValueError, match="two partitions"):
+        encode(two)
+
+
+def test_the_index_of_a_large_model_is_small(a_checkpoint: Callable[..., Path]) -> None:
+    """F4: tiny; below 100 bytes a tensor."""
+    path = a_checkpoint(*[(16,)] * 300)
+    assert (path / "index.msgpack").stat().st_size < 100 * 300
+    assert (path / "manifest.json").stat().st_size < 4096

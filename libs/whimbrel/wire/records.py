@@ -90,7 +90,10 @@ class InstanceRecord(Record, frozen=True, kw_only=True):
 
 
 class BandwidthRecord(Record, frozen=True, kw_only=True):
-    """What was learned of one tier of one server (E6): mean seconds per byte, its variance, fixed overhead, count."""
+    """What was learned of one tier of one server (E6): mean seconds per byte, its variance, fixed overhead, count.
+
+    The last few observations, oldest first, are kept with it: the estimate is made from them.
+    """
 
     table = "bandwidths"
 
@@ -100,6 +103,8 @@ class BandwidthRecord(Record, frozen=True, kw_only=True):
     variance: float
     overhead_s: float
     observations: NonNegative
+    recent_seconds_per_byte: tuple[float, ...] = ()
+    recent_overhead_s: tuple[float, ...] = ()
 
     def key(self) -> str:
         return f"{self.server_id}/{self.tier}"

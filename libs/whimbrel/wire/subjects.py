@@ -67,6 +67,14 @@ class Subjects:
     def event(self, noun: str, identifier: str, past_verb: str) -> str:
         return f"{self.cluster}.evt.{noun}.{token(identifier)}.{past_verb}"
 
+    def events_stream(self) -> str:
+        """The JetStream stream of this cluster's public events; WB_EVENTS for the cluster `wb`."""
+        return EVENTS_STREAM if self.cluster == "wb" else f"{self.cluster.upper()}_EVENTS"
+
+    def peer(self, subject: str) -> str:
+        """Whom a command goes to and what it says, for people, such as `scheduler.place_model`."""
+        return subject.removeprefix(f"{self.cluster}.cmd.")
+
     # What a service listens to.
 
     def all_to_scheduler(self) -> str:
@@ -83,6 +91,9 @@ class Subjects:
 
     def all_heartbeats(self, service: str) -> str:
         return f"{self.cluster}.hb.{service}.>"
+
+    def worker_heartbeats_of(self, server_id: str) -> str:
+        return f"{self.cluster}.hb.worker.{token(server_id)}.*"
 
     def all_events(self) -> str:
         return f"{self.cluster}.evt.>"

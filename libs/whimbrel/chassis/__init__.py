@@ -1,0 +1,1 @@
+"""What every service stands on: lifecycle, bus, store, inbox, configuration, logging, telemetry, and test twins."""

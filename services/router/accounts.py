@@ -1,0 +1,93 @@
+"""Owns what is left of a request that is over: its event, its log line, its part in the metrics (R2, R6)."""
+
+from __future__ import annotations
+
+import structlog
+from whimbrel.chassis.bus import Bus
+from whimbrel.wire.errors import Cancelled, WhimbrelError
+from whimbrel.wire.events import RequestFailed, RequestFinished
+
+from services.router import metrics
+from services.router.core.timings import StageTimes
+from services.router.streams import Stream
+
+log = structlog.get_logger()
+
+
+async def settle(stream: Stream, bus: Bus, router_id: str, now: float) -> None:
+    """Tell how the request ended. `now` is when it did, monotonic seconds."""
+    request, specification = stream.request, stream.specification
+    duration_s = now - request.created_at
+    metrics.REQUESTS.labels(_outcome(stream), "cold" if request.is_cold else "warm").inc()
+    if stream.finish_reason is not None and stream.times is not None:
+        metrics.TOKENS.labels("prompt").inc(len(specification.tokens))
+        metrics.TOKENS.labels("output").inc(stream.output_tokens)
+        if stream.progress.token_s:
+            metrics.TOKEN.observe(stream.progress.token_s)
+        event = _finished(stream, stream.times, router_id, duration_s)
+        await bus.publish_event(event)
+        log.info(
+            "request_finished",
+            request_id=request.request_id,
+            model_id=request.model_id,
+            server_id=event.server_id,
+            tier=event.tier,
+            finish_reason=event.finish_reason,
+            prompt_tokens=event.prompt_tokens,
+            output_tokens=event.output_tokens,
+            first_token_s=round(event.first_token_s, 4),
+            duration_s=round(duration_s, 4),
+            seed=specification.sampling.seed,
+        )
+        return
+    error = _error_of(stream)
+    await bus.publish_event(
+        RequestFailed(
+            request_id=request.request_id,
+            model_id=request.model_id,
+            router_id=router_id,
+            code=error.code,
+            message=str(error),
+            output_tokens=stream.output_tokens,
+            duration_s=duration_s,
+        )
+    )
+    log.info(
+        "request_failed",
+        request_id=request.request_id,
+        model_id=request.model_id,
+        code=error.code,
+        reason=str(error),
+        output_tokens=stream.output_tokens,
+        duration_s=round(duration_s, 4),
+    )
+
+
+def _outcome(stream: Stream) -> str:
+    if stream.finish_reason is not None:
+        return "finished"
+    return "cancelled" if stream.request.error is None else "failed"
+
+
+def _error_of(stream: Stream) -> WhimbrelError:
+    return stream.request.error or Cancelled(what="the request (its client left)")
+
+
+def _finished(stream: Stream, times: StageTimes, router_id: str, duration_s: float) -> RequestFinished:
+    return RequestFinished(
+        request_id=stream.request.request_id,
+        model_id=stream.request.model_id,
+        router_id=router_id,
+        server_id=stream.server_id,
+        tier=str(times.tier),
+        finish_reason=str(stream.finish_reason),
+        prompt_tokens=len(stream.specification.tokens),
+        output_tokens=stream.output_tokens,
+        queue_s=times.queue_s,
+        fetch_s=times.fetch_s,
+        load_s=times.load_s,
+        bind_s=times.bind_s,
+        prefill_s=times.prefill_s,
+        first_token_s=times.first_token_s,
+        duration_s=duration_s,
+    )

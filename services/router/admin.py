@@ -1,0 +1,144 @@
+"""Owns the answers about models, jobs and the cluster: /v1/models and /admin, asked of the scheduler."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from whimbrel.wire.codec import error_of
+from whimbrel.wire.errors import ModelNotFound
+from whimbrel.wire.messages import (
+    DeleteModel,
+    DeleteModelReply,
+    DeployModelReply,
+    GetCluster,
+    GetClusterReply,
+    GetJob,
+    GetJobReply,
+    JobStage,
+    JobStatus,
+    Message,
+    ModelState,
+    ModelSummary,
+)
+
+from services.router.catalogue import Catalogue
+from services.router.core.deployments import read_deployment
+from services.router.core.openai import Json, model_body, model_list
+from services.router.core.statuses import error_object
+from services.router.dispatch import Dispatch
+from services.router.replies import read_body
+
+M = TypeVar("M", bound=Message)
+
+# Each of these costs the scheduler at most one durable write.
+ANSWER_S_MAX = 5.0
+
+
+class Admin:
+    """Endpoints that read and change what is deployed."""
+
+    def __init__(self, dispatch: Dispatch, catalogue: Catalogue) -> None:
+        self._dispatch = dispatch
+        self._catalogue = catalogue
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", self.get_model, methods=["GET"]),
+            Route("/admin/models", self.list_deployments, methods=["GET"]),
+            Route("/admin/models", self.deploy, methods=["POST"]),
+            Route("/admin/models/{model_id:path}", self.get_deployment, methods=["GET"]),
+            Route("/admin/models/{model_id:path}", self.delete, methods=["DELETE"]),
+            Route("/admin/jobs/{job_id}", self.get_job, methods=["GET"]),
+            Route("/admin/cluster", self.get_cluster, methods=["GET"]),
+        ]
+
+    async def list_models(self, _request: Request) -> Response:
+        """Every model that can be asked, warm or cold, as OpenAI lists models."""
+        ready = [_openai_model(summary) for summary in await self._catalogue.models() if _is_ready(summary)]
+        return as_json(model_list(ready))
+
+    async def get_model(self, request: Request) -> Response:
+        summary = await self._find(request)
+        if not _is_ready(summary):
+            raise ModelNotFound(model_id=summary.model_id)
+        return as_json(_openai_model(summary))
+
+    async def list_deployments(self, _request: Request) -> Response:
+        """Every model that the scheduler knows, also those being imported or deleted."""
+        return as_json({"models": [_deployment(summary) for summary in await self._catalogue.models()]})
+
+    async def get_deployment(self, request: Request) -> Response:
+        return as_json(_deployment(await self._find(request)))
+
+    async def deploy(self, request: Request) -> Response:
+        """Idempotent: a model that is being imported answers with its running job."""
+        message = read_deployment(await read_body(request.scope, request.receive))
+        reply = await self._ask(message, DeployModelReply)
+        self._catalogue.want()
+        return as_json({"job_id": reply.job_id, "model": message.model_id, "state": str(reply.state)}, 202)
+
+    async def delete(self, request: Request) -> Response:
+        reply = await self._ask(DeleteModel(model_id=request.path_params["model_id"]), DeleteModelReply)
+        self._catalogue.want()
+        return as_json({"model": reply.model_id, "state": str(ModelState.DELETING)}, 202)
+
+    async def get_job(self, request: Request) -> Response:
+        job = (await self._ask(GetJob(job_id=request.path_params["job_id"]), GetJobReply)).job
+        if job.stage is JobStage.FINISHED:
+            # Whoever reads this may ask the model next.
+            await self._catalogue.refresh()
+            self._catalogue.want()
+        return as_json(_job(job))
+
+    async def get_cluster(self, _request: Request) -> Response:
+        return as_json(_untagged(await self._ask(GetCluster(), GetClusterReply)))
+
+    async def _find(self, request: Request) -> ModelSummary:
+        model_id = request.path_params["model_id"]
+        for summary in await self._catalogue.models():
+            if summary.model_id == model_id:
+                return summary
+        raise ModelNotFound(model_id=model_id[:128])
+
+    async def _ask(self, message: Message, reply: type[M]) -> M:
+        return await self._dispatch.ask_scheduler(message, reply, ANSWER_S_MAX)
+
+
+def as_json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def _is_ready(summary: ModelSummary) -> bool:
+    return summary.state is ModelState.READY
+
+
+def _openai_model(summary: ModelSummary) -> Json:
+    more: Json = {
+        "state": str(summary.state),
+        "size_bytes": summary.size_bytes,
+        "residency": {server_id: str(tier) for server_id, tier in summary.residency.items()},
+        "instances": len(summary.instances),
+    }
+    return model_body(summary.model_id, int(summary.created_at_s), more)
+
+
+def _deployment(summary: ModelSummary) -> Json:
+    fields = _untagged(summary)
+    return {"model": fields.pop("model_id"), **fields}
+
+
+def _job(job: JobStatus) -> Json:
+    fields = _untagged(job)
+    error = None if job.error is None else error_object(error_of(job.error)).body()["error"]
+    return {"job_id": fields.pop("job_id"), "model": fields.pop("model_id"), **fields, "error": error}
+
+
+def _untagged(struct: msgspec.Struct) -> Json:
+    fields: Json = msgspec.to_builtins(struct)
+    fields.pop("type", None)
+    return fields

@@ -1,0 +1,1 @@
+"""What the router decides: pure, synchronous, given the time."""

@@ -1,0 +1,311 @@
+"""Owns the parameters of an inference: which are honoured, harmless or unsupported, and their typed values.
+
+Nothing is ignored in silence: a parameter is honoured, or has no effect here whatever its value (HARMLESS), or holds
+the value that means "not used" (NEUTRAL), or is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from whimbrel.wire.errors import UnsupportedParameter
+from whimbrel.wire.ids import check_model_id
+from whimbrel.wire.messages import Sampling
+
+from services.router.core.chat import ChatMessage, read_messages
+from services.router.core.fields import (
+    describe,
+    read_flag,
+    read_list,
+    read_number,
+    read_object,
+    read_text,
+    read_whole,
+    refuse,
+)
+
+T = TypeVar("T")
+
+# OpenAI's own bounds.
+STOPS_MAX = 4
+STOP_CHARACTERS_MAX = 512
+LOGIT_BIAS_MAX = 100.0
+# A bias for every token of a big vocabulary would make the request larger than its prompt; nobody needs that many.
+LOGIT_BIAS_TOKENS_MAX = 1024
+# Above every context there is; a prompt of ids is bounded by the size of the body as well.
+TOKENS_MAX = 2**24
+TOKEN_ID_MAX = 2**32 - 1
+SEED_MAX = 2**63 - 1
+# OpenAI's default for /v1/completions; /v1/chat/completions has none: there the rest of the context is used.
+COMPLETION_TOKENS_DEFAULT = 16
+
+# Parameters that can have no effect on the answer here, whatever they say: labels for the caller's own bookkeeping,
+# storage and billing choices of a hosted service, and hints to caches that do not exist here.
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+
+# Parameters that are known and not supported, with the values that mean the same as leaving them out.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "keep_alive": (),
+}
+
+_CHAT_ONLY = ("messages", "max_completion_tokens")
+_COMPLETION_ONLY = ("prompt",)
+HONOURED = frozenset(
+    {
+        "model",
+        "messages",
+        "prompt",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What holds when the request says nothing: OpenAI's defaults, then the model's generation config."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingChoices:
+    """What the request says about sampling; None where it says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceParams:
+    """A request body that was understood. The prompt is messages, text or token ids."""
+
+    model_id: str
+    is_chat: bool
+    prompt: Prompt
+    is_stream: bool
+    is_usage_included: bool
+    output_tokens_max: int | None
+    choices: SamplingChoices
+    stops: tuple[str, ...]
+
+
+def read_chat(body: object) -> InferenceParams:
+    """The parameters of POST /v1/chat/completions; raises InvalidRequest or UnsupportedParameter."""
+    given = _known(body, _COMPLETION_ONLY)
+    prompt = read_messages(_required(given, "messages"))
+    return _read(given, prompt, is_chat=True, output_tokens_max=_output_tokens_max(given))
+
+
+def read_completion(body: object) -> InferenceParams:
+    """The parameters of POST /v1/completions; raises InvalidRequest or UnsupportedParameter."""
+    given = _known(body, _CHAT_ONLY)
+    prompt = _read_prompt(_required(given, "prompt"))
+    output_tokens_max = _output_tokens_max(given) or COMPLETION_TOKENS_DEFAULT
+    return _read(given, prompt, is_chat=False, output_tokens_max=output_tokens_max)
+
+
+def resolve_sampling(choices: SamplingChoices, defaults: SamplingDefaults, random_seed: int) -> Sampling:
+    """Everything that decides the next token; `random_seed` serves requests that give none."""
+
+    def chosen(given: T | None, default: T) -> T:
+        return default if given is None else given
+
+    return Sampling(
+        temperature=chosen(choices.temperature, defaults.temperature),
+        top_p=chosen(choices.top_p, defaults.top_p),
+        top_k=chosen(choices.top_k, defaults.top_k),
+        min_p=chosen(choices.min_p, defaults.min_p),
+        seed=chosen(choices.seed, random_seed),
+        presence_penalty=chosen(choices.presence_penalty, 0.0),
+        frequency_penalty=chosen(choices.frequency_penalty, 0.0),
+        repetition_penalty=chosen(choices.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=dict(choices.logit_bias),
+    )
+
+
+def _known(body: object, foreign: tuple[str, ...]) -> dict[str, object]:
+    """The honoured parameters that hold a value; raises for those that are not honoured and would matter."""
+    given: dict[str, object] = {}
+    for name, value in read_object(body, "body").items():
+        if name in HARMLESS:
+            continue
+        if name in foreign or (name not in HONOURED and name not in NEUTRAL):
+            raise UnsupportedParameter(field=name[:64], reason=" (it is unknown here)")
+        if value is None:
+            continue
+        if name in HONOURED:
+            given[name] = value
+        elif not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL[name]):
+            raise UnsupportedParameter(field=name, reason=_only(NEUTRAL[name]))
+    return given
+
+
+def _required(given: dict[str, object], name: str) -> object:
+    if name not in given:
+        refuse(name, "is missing")
+    return given[name]
+
+
+def _only(neutral: tuple[object, ...]) -> str:
+    return f" with this value (only {neutral[0]!r} is)" if neutral else ""
+
+
+def _read(given: dict[str, object], prompt: Prompt, *, is_chat: bool, output_tokens_max: int | None) -> InferenceParams:
+    is_stream = _optional(given, "stream", read_flag) or False
+    return InferenceParams(
+        model_id=check_model_id(read_text(_required(given, "model"), "model")),
+        is_chat=is_chat,
+        prompt=prompt,
+        is_stream=is_stream,
+        is_usage_included=_read_stream_options(given.get("stream_options"), is_stream),
+        output_tokens_max=output_tokens_max,
+        choices=_read_choices(given),
+        stops=_read_stops(given.get("stop")),
+    )
+
+
+def _read_choices(given: dict[str, object]) -> SamplingChoices:
+    def number(name: str, minimum: float, maximum: float) -> float | None:
+        return _optional(given, name, lambda value, field: read_number(value, field, minimum, maximum))
+
+    def whole(name: str, minimum: int, maximum: int) -> int | None:
+        return _optional(given, name, lambda value, field: read_whole(value, field, minimum, maximum))
+
+    top_k = whole("top_k", -1, TOKENS_MAX)
+    seed = whole("seed", -SEED_MAX - 1, SEED_MAX)
+    return SamplingChoices(
+        temperature=number("temperature", 0.0, 2.0),
+        top_p=number("top_p", 1e-6, 1.0),
+        top_k=None if top_k is None else max(top_k, 0),
+        min_p=number("min_p", 0.0, 1.0),
+        seed=None if seed is None else seed & SEED_MAX,
+        presence_penalty=number("presence_penalty", -2.0, 2.0),
+        frequency_penalty=number("frequency_penalty", -2.0, 2.0),
+        repetition_penalty=number("repetition_penalty", 0.01, 10.0),
+        logit_bias=_read_logit_bias(given.get("logit_bias", {})),
+    )
+
+
+def _optional(given: dict[str, object], name: str, read: Callable[[object, str], T]) -> T | None:
+    return read(given[name], name) if name in given else None
+
+
+def _output_tokens_max(given: dict[str, object]) -> int | None:
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+    values = {read_whole(given[name], name, 1, TOKENS_MAX) for name in names}
+    if len(values) > 1:
+        refuse("max_tokens", "differs from max_completion_tokens; give one of them")
+    return values.pop() if values else None
+
+
+def _read_stream_options(value: object, is_stream: bool) -> bool:
+    """Whether a usage chunk is asked for."""
+    if value is None:
+        return False
+    if not is_stream:
+        refuse("stream_options", 'goes with "stream": true only')
+    options = read_object(value, "stream_options")
+    for name in options:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise UnsupportedParameter(field=f"stream_options.{name[:64]}", reason=" (it is unknown here)")
+    if options.get("include_obfuscation") not in (None, False):
+        raise UnsupportedParameter(field="stream_options.include_obfuscation")
+    given = options.get("include_usage")
+    return given is not None and read_flag(given, "stream_options.include_usage")
+
+
+def _read_prompt(value: object) -> str | tuple[int, ...]:
+    """Text, a list of one text, token ids, or a list of one list of token ids."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        refuse("prompt", f"must be a string or an array of token ids, not {describe(value)}")
+    if not value:
+        refuse("prompt", "must not be empty")
+    if isinstance(value[0], str | list):
+        if len(value) > 1:
+            refuse("prompt", f"holds {len(value)} prompts; send one request for each")
+        return _read_prompt(value[0])
+    return tuple(read_whole(token, f"prompt[{index}]", 0, TOKEN_ID_MAX) for index, token in enumerate(value))
+
+
+def _read_stops(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else read_list(value, "stop")
+    if len(stops) > STOPS_MAX:
+        refuse("stop", f"holds {len(stops)} strings; at most {STOPS_MAX} are allowed")
+    texts = tuple(read_text(stop, "stop") for stop in stops)
+    if any(not 0 < len(text) <= STOP_CHARACTERS_MAX for text in texts):
+        refuse("stop", f"each string must have between 1 and {STOP_CHARACTERS_MAX} characters")
+    return texts
+
+
+def _read_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    biases = read_object(value, "logit_bias")
+    if len(biases) > LOGIT_BIAS_TOKENS_MAX:
+        refuse("logit_bias", f"names {len(biases)} tokens; at most {LOGIT_BIAS_TOKENS_MAX} are allowed")
+    return tuple(_read_bias(token, bias) for token, bias in biases.items())
+
+
+def _read_bias(token: str, bias: object) -> tuple[int, float]:
+    if not (token.isascii() and token.isdigit() and len(token) <= 10):
+        refuse("logit_bias", f"{token[:32]!r} is no token id")
+    return int(token), read_number(bias, f"logit_bias.{token}", -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)

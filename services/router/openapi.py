@@ -1,0 +1,107 @@
+"""Owns /openapi.json: a small, true description of every path."""
+
+from __future__ import annotations
+
+from services.router.core.params import HARMLESS, HONOURED
+from services.router.core.statuses import STATUSES
+
+Json = dict[str, object]
+
+
+def _operation(summary: str, *, status: str = "200", body: Json | None = None, parameter: str | None = None) -> Json:
+    operation: Json = {
+        "summary": summary,
+        "responses": {
+            status: {"description": "as asked"},
+            "default": {
+                "description": "an error",
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            },
+        },
+    }
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    if parameter is not None:
+        schema = {"type": "string"}
+        operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": schema}]
+    return operation
+
+
+def _object(required: list[str], **properties: Json) -> Json:
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
+
+
+_TYPES: dict[str, Json] = {
+    "model": {"type": "string"},
+    "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    "prompt": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1}]},
+    "stream": {"type": "boolean"},
+    "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "max_completion_tokens": {"type": "integer", "minimum": 1},
+    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"type": "integer", "minimum": -1},
+    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "seed": {"type": "integer"},
+    "stop": {"oneOf": [{"type": "string"}, {"type": "array", "maxItems": 4, "items": {"type": "string"}}]},
+    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+    "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 10},
+    "logit_bias": {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+}
+assert _TYPES.keys() == HONOURED
+
+
+def _inference_body(prompt: str, foreign: tuple[str, ...]) -> Json:
+    honoured = {name: schema for name, schema in _TYPES.items() if name not in foreign}
+    harmless: dict[str, Json] = {name: {"description": "has no effect"} for name in sorted(HARMLESS)}
+    return _object(["model", prompt], **honoured, **harmless)
+
+
+_DEPLOYMENT = _object(
+    ["model", "source"],
+    model={"type": "string"},
+    source={"type": "string", "description": "a directory that the servers can read"},
+    keep_alive_s={"type": "number", "minimum": 0},
+)
+_ERROR = _object(
+    ["error"],
+    error=_object(
+        ["message", "type", "param", "code"],
+        message={"type": "string"},
+        type={"type": "string"},
+        param={"type": ["string", "null"]},
+        code={"type": "string", "enum": [*sorted(STATUSES), "method_not_allowed", "not_found"]},
+    ),
+)
+
+DOCUMENT: Json = {
+    "openapi": "3.1.0",
+    "info": {"title": "Whimbrel", "version": "1", "description": "OpenAI's inference API, and /admin for operators."},
+    "paths": {
+        "/v1/chat/completions": {
+            "post": _operation("Answer a conversation", body=_inference_body("messages", ("prompt",)))
+        },
+        "/v1/completions": {
+            "post": _operation("Continue a text", body=_inference_body("prompt", ("messages", "max_completion_tokens")))
+        },
+        "/v1/models": {"get": _operation("List the models that can be asked, warm and cold")},
+        "/v1/models/{model}": {"get": _operation("Describe a model", parameter="model")},
+        "/admin/models": {
+            "get": _operation("List every deployment"),
+            "post": _operation("Deploy a model", status="202", body=_DEPLOYMENT),
+        },
+        "/admin/models/{model}": {
+            "get": _operation("Describe a deployment", parameter="model"),
+            "delete": _operation("Delete a model", status="202", parameter="model"),
+        },
+        "/admin/jobs/{job_id}": {"get": _operation("Tell how far an import is", parameter="job_id")},
+        "/admin/cluster": {"get": _operation("Describe servers, slots, tiers and queues")},
+        "/healthz": {"get": _operation("Alive")},
+        "/readyz": {"get": _operation("Ready to place new models; the reason when not")},
+        "/metrics": {"get": _operation("Metrics in the Prometheus text format")},
+        "/openapi.json": {"get": _operation("This document")},
+    },
+    "components": {"schemas": {"Error": _ERROR}},
+}

@@ -1,0 +1,79 @@
+"""Owns what one request asks for, and the messages that say so to workers and the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whimbrel.wire.codec import pack_tokens
+from whimbrel.wire.messages import InferenceFinished, InferenceStarted, PlaceModel, Route, Sampling, StartInference
+
+from services.router.core.progress import Progress
+from services.router.texts import ModelText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speaker:
+    """The router, as its messages name it."""
+
+    router_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specification:
+    """A request that was understood and tokenised. `arrived_at` is monotonic seconds."""
+
+    request_id: str
+    model_id: str
+    text: ModelText
+    is_chat: bool
+    tokens: list[int]
+    output_tokens_max: int
+    sampling: Sampling
+    stops: tuple[str, ...]
+    arrived_at: float
+
+    def place(self, speaker: Speaker, now: float) -> PlaceModel:
+        return PlaceModel(
+            request_id=self.request_id,
+            model_id=self.model_id,
+            router_id=speaker.router_id,
+            waited_s=now - self.arrived_at,
+        )
+
+    def start(self, speaker: Speaker, route: Route, epoch: int) -> StartInference:
+        return StartInference(
+            request_id=self.request_id,
+            epoch=epoch,
+            router_id=speaker.router_id,
+            router_epoch=speaker.epoch,
+            instance_id=route.instance_id,
+            model_id=self.model_id,
+            tokens=pack_tokens(self.tokens),
+            prompt_tokens=len(self.tokens),
+            output_tokens_max=self.output_tokens_max,
+            stop_tokens=self.text.settings.stop_tokens,
+            sampling=self.sampling,
+        )
+
+    def started(self, speaker: Speaker, route: Route) -> InferenceStarted:
+        return InferenceStarted(
+            request_id=self.request_id,
+            router_id=speaker.router_id,
+            instance_id=route.instance_id,
+            model_id=self.model_id,
+            prompt_tokens=len(self.tokens),
+        )
+
+    def finished(self, speaker: Speaker, route: Route, progress: Progress) -> InferenceFinished:
+        """R5, M3: the request left this instance."""
+        return InferenceFinished(
+            request_id=self.request_id,
+            router_id=speaker.router_id,
+            instance_id=route.instance_id,
+            model_id=self.model_id,
+            prompt_tokens=len(self.tokens),
+            output_tokens=progress.position,
+            duration_s=progress.duration_s,
+            token_s=progress.token_s,
+        )

@@ -1,0 +1,348 @@
+"""Owns one request's life in the shell: it places, starts, follows and leaves, and yields what the client is to see.
+
+`Stream.items()` is the only task that waits on behalf of the request. What happens elsewhere (frames, routes, the
+clock) calls the `on_…` methods, which change the state at once and wake it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+import structlog
+from whimbrel.wire.codec import error_of
+from whimbrel.wire.errors import InstanceGone, InternalError, Unavailable, WhimbrelError
+from whimbrel.wire.messages import (
+    AbortInference,
+    CancelPlacement,
+    FinishReason,
+    PlaceModelReply,
+    ResendTokens,
+    Route,
+    Stages,
+    Tier,
+    TokenEntry,
+)
+
+from services.router import metrics
+from services.router.core.progress import Progress, Verdict
+from services.router.core.requests import Due, Limits, Request, RequestState
+from services.router.core.timings import StageTimes, stage_times
+from services.router.outputs import Begun, Item, Output, Text, Waiting
+from services.router.specification import Specification
+
+if TYPE_CHECKING:
+    from services.router.dispatch import Dispatch
+
+log = structlog.get_logger()
+
+# A scheduler decides within milliseconds; without an answer in this time it is asked again.
+PLACE_S_MAX = 2.0
+# A worker answers at once whether it takes a request, even while it computes.
+START_S_MAX = 2.0
+RESEND_S_MAX = 1.0
+# Repairs follow each other at this distance at least: what the first one brings back is on its way.
+RESEND_GAP_S = 0.05
+# Until then an error can still become an HTTP status and the times a header; a client sees nothing of it.
+HEADERS_HELD_S = 2.0
+# The promise to clients and proxies is a sign every 10 s.
+SIGN_EVERY_S = 9.0
+
+
+class Stream:
+    """One request, from its acceptance to its end."""
+
+    def __init__(self, specification: Specification, dispatch: Dispatch, limits: Limits) -> None:
+        self.specification = specification
+        self.request = Request(
+            request_id=specification.request_id,
+            model_id=specification.model_id,
+            limits=limits,
+            now=specification.arrived_at,
+        )
+        self.progress = Progress(epoch=0, now=specification.arrived_at)
+        self.times: StageTimes | None = None
+        self.finish_reason: str | None = None
+        self.server_id = ""
+        self._dispatch = dispatch
+        self._wake = asyncio.Event()
+        self._said_at = specification.arrived_at
+        self._has_waited = False
+        self._is_accepted = False
+        self._is_placing = False
+        self._is_resending = False
+        self._resent_at = 0.0
+        text = specification.text
+        # A completion continues its prompt in the middle of a text; an assistant's turn begins a new one.
+        decoder = text.decoder([] if specification.is_chat else specification.tokens)
+        self._output = Output(decoder, specification.stops, text.settings.stop_tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that count: at the end, up to the one that ended the output."""
+        return self._output.output_tokens
+
+    async def items(self) -> AsyncGenerator[Item, None]:
+        """What the client is to see, in order; ends after the Text with a finish reason.
+
+        Raises the typed error that ended the request otherwise. Closing the generator early is the client's leaving:
+        the inference is aborted, or the placement cancelled.
+        """
+        self._dispatch.add(self)
+        try:
+            while self.finish_reason is None:
+                await self._advance()
+                item = self._next_item(time.monotonic())
+                if item is not None:
+                    yield item
+                    self._said_at = time.monotonic()
+                elif self.request.error is not None:
+                    raise self.request.error
+                else:
+                    await self._wake.wait()
+                    self._wake.clear()
+        finally:
+            await self._leave()
+
+    # What the rest of the router tells.
+
+    def on_entry(self, entry: TokenEntry, now: float) -> None:
+        """Tokens arrived, or the same ones again."""
+        verdict = self.progress.accept(entry, now) if self.request.is_running else Verdict.DUPLICATE
+        metrics.ENTRIES.labels(verdict).inc()
+        if verdict is Verdict.GAP:
+            self._resend_soon(now)
+        elif verdict is Verdict.ACCEPTED:
+            self._mark_accepted()
+            if self.progress.position > 0:
+                self.request.on_tokens(now)
+            if self.progress.finish is not None:
+                self._on_finish(self.progress.finish, now)
+            self._wake.set()
+
+    def on_route(self, stages: Stages | None, now: float) -> None:
+        """An instance of the model can be used."""
+        if self.request.state is RequestState.WAITING:
+            self.request.on_placed(stages, now)
+            self._wake.set()
+
+    def on_failed(self, error: WhimbrelError) -> None:
+        """The request cannot go on; nothing happens when it is over already."""
+        if self.request.is_over:
+            return
+        self._let_go()
+        self.request.on_error(error)
+        self._wake.set()
+
+    def on_instance_lost(self, reason: str, now: float) -> None:
+        """Whatever ran the request is gone."""
+        if not self.request.is_running:
+            return
+        metrics.STARTS_LOST.inc()
+        log.info("inference_lost", request_id=self.request.request_id, reason=reason, tokens=self.progress.position)
+        self._leave_instance(is_aborted=True)
+        self.request.on_lost(reason, self.progress.position, now)
+        self._wake.set()
+
+    def on_doubt(self, now: float) -> None:
+        """The instance is said to be gone, or messages may have been lost: ask those who know."""
+        if self.request.is_running:
+            self._resend_soon(now)
+        else:
+            self.request.ask_again()
+            self._wake.set()
+
+    def on_tick(self, now: float) -> None:
+        """Time has passed."""
+        due = self.request.due(now)
+        if due is Due.PLACE:
+            self._place_soon(now)
+        elif due is Due.RESEND:
+            self._resend_soon(now)
+        elif due is not None:
+            self.on_failed(due)
+        if self._is_sign_due(now):
+            self._wake.set()
+
+    # Waiting and starting.
+
+    async def _advance(self) -> None:
+        """While the request has no instance: start it on one, or see that one is being asked for."""
+        while self.request.state is RequestState.WAITING:
+            now = time.monotonic()
+            route = self._dispatch.routes.choose(self.request.model_id, self.request.usable_at(now))
+            if route is None:
+                self.on_tick(now)
+                return
+            await self._start(route, now)
+
+    async def _start(self, route: Route, now: float) -> None:
+        self.request.on_route(route, now)
+        epoch = self.request.epoch
+        self.progress = Progress(epoch=epoch, now=now)
+        self.server_id = route.server_id
+        self._is_accepted = False
+        self._dispatch.routes.acquire(route.instance_id)
+        if epoch == 1 and not self.request.is_cold:
+            metrics.OVERHEAD.observe(now - self.specification.arrived_at)
+        message = self.specification.start(self._dispatch.speaker, route, epoch)
+        try:
+            await self._dispatch.ask_worker(route, message, START_S_MAX)
+        except WhimbrelError as error:
+            if self.request.epoch == epoch and self.request.state is RequestState.STARTING:
+                self._on_start_failed(route, error)
+        else:
+            if self.request.epoch == epoch and self.request.is_running:
+                self._mark_accepted()
+
+    def _on_start_failed(self, route: Route, error: WhimbrelError) -> None:
+        """Gone or silent: the route is of no use until somebody says it again. Any other answer is the request's."""
+        log.info("start_refused", request_id=self.request.request_id, code=error.code, reason=str(error))
+        if isinstance(error, InstanceGone | Unavailable):
+            self._dispatch.routes.remove(route.instance_id)
+            self._leave_instance(is_aborted=isinstance(error, Unavailable))
+            self.request.on_refused(time.monotonic())
+        else:
+            self.on_failed(error)
+
+    def _place_soon(self, now: float) -> None:
+        if not self._is_placing:
+            self._is_placing = True
+            self.request.on_asked(now)
+            self._dispatch.spawn(self._place())
+
+    async def _place(self) -> None:
+        request, epoch = self.request, self.request.epoch
+        message = self.specification.place(self._dispatch.speaker, time.monotonic())
+        try:
+            if request.state is not RequestState.WAITING:
+                return
+            reply = await self._dispatch.ask_scheduler(message, PlaceModelReply, PLACE_S_MAX)
+            if request.state is RequestState.WAITING and request.epoch == epoch:
+                self._on_placed(reply, time.monotonic())
+        except Unavailable as error:
+            log.info("placement_unanswered", request_id=request.request_id, reason=str(error))
+        except WhimbrelError as error:
+            if request.state is RequestState.WAITING and request.epoch == epoch:
+                self.on_failed(error)
+        finally:
+            self._is_placing = False
+
+    def _on_placed(self, reply: PlaceModelReply, now: float) -> None:
+        if reply.route is None:
+            self.request.on_waiting(reply.waiting_for, reply.remaining_s, now)
+        else:
+            self.on_route(reply.stages, now)
+            self._dispatch.learn_route(reply.route, reply.stages or Stages(tier=Tier.GPU))
+
+    # Running.
+
+    def _on_finish(self, entry: TokenEntry, now: float) -> None:
+        match entry.finish_reason:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                self._leave_instance(is_aborted=False)
+                self.request.on_ended()
+            case FinishReason.FAILED:
+                self.on_failed(InternalError(service="gpu_worker") if entry.error is None else error_of(entry.error))
+            case _:
+                self.on_instance_lost("the worker ended the request", now)
+
+    def _resend_soon(self, now: float) -> None:
+        self.request.on_heard(now)
+        if not self._is_resending and now - self._resent_at >= RESEND_GAP_S:
+            self._is_resending = True
+            self._resent_at = now
+            metrics.RESENDS.inc()
+            assert self.request.route is not None
+            self._dispatch.spawn(self._resend(self.request.route, self.request.epoch))
+
+    async def _resend(self, route: Route, epoch: int) -> None:
+        """Ask for everything from the next position on; an answer that there is nothing means that it is lost."""
+        message = ResendTokens(request_id=self.request.request_id, epoch=epoch, position=self.progress.position)
+        reason: str | None = None
+        try:
+            await self._dispatch.ask_worker(route, message, RESEND_S_MAX)
+        except Unavailable as error:
+            # Silence of a worker whose route stands is for the heartbeats to judge; without a route it is the end.
+            reason = None if route.instance_id in self._dispatch.routes else str(error)
+        except WhimbrelError as error:
+            reason = str(error)
+        finally:
+            self._is_resending = False
+        if reason is not None and self.request.epoch == epoch:
+            self.on_instance_lost(reason, time.monotonic())
+
+    # What the client sees.
+
+    def _next_item(self, now: float) -> Item | None:
+        is_ended = self.request.state is RequestState.FINISHED
+        if is_ended or self.progress.first_token_at is not None:
+            if self.times is None:
+                return self._begin(now)
+            text = self._output.take(self.progress.tokens, str(self.progress.finish_reason) if is_ended else None)
+            if text is not None:
+                self._on_text(text)
+                return text
+        if self._is_sign_due(now) and not self.request.is_over:
+            self._has_waited = True
+            return Waiting(stage=self.request.waiting_for, remaining_s=self.request.remaining_s)
+        return None
+
+    def _begin(self, now: float) -> Begun:
+        first_token_at = now if self.progress.first_token_at is None else self.progress.first_token_at
+        self.times = stage_times(
+            self.request.stages,
+            worker_queue_s=self.progress.queue_s,
+            prefill_s=self.progress.prefill_s,
+            first_token_s=first_token_at - self.specification.arrived_at,
+        )
+        metrics.FIRST_TOKEN.labels(self.times.tier).observe(self.times.first_token_s)
+        return Begun(times=self.times, server_id=self.server_id)
+
+    def _on_text(self, text: Text) -> None:
+        self.finish_reason = text.finish_reason
+        if self._output.is_stopped and self.request.is_running:
+            # A stop string was found here; the worker does not know of it.
+            self._leave_instance(is_aborted=True)
+            self.request.on_ended()
+
+    def _is_sign_due(self, now: float) -> bool:
+        is_held = not self._has_waited and self.times is None
+        return now - self._said_at >= (HEADERS_HELD_S if is_held else SIGN_EVERY_S)
+
+    # Leaving.
+
+    def _mark_accepted(self) -> None:
+        if not self._is_accepted and self.request.route is not None:
+            self._is_accepted = True
+            self._dispatch.notes.tell_scheduler(self.specification.started(self._dispatch.speaker, self.request.route))
+
+    def _leave_instance(self, *, is_aborted: bool) -> None:
+        """Say good-bye to worker and scheduler; called while the request still knows its route."""
+        route = self.request.route
+        assert route is not None
+        assert self.request.is_running
+        self._dispatch.routes.release(route.instance_id)
+        if is_aborted:
+            abort = AbortInference(request_id=self.request.request_id, epoch=self.request.epoch)
+            self._dispatch.notes.tell_worker((route.server_id, route.slot), abort)
+        if self._is_accepted:
+            self._dispatch.notes.tell_scheduler(
+                self.specification.finished(self._dispatch.speaker, route, self.progress)
+            )
+
+    def _let_go(self) -> None:
+        """Nobody is to work for this request any more."""
+        if self.request.is_running:
+            self._leave_instance(is_aborted=True)
+        else:
+            cancel = CancelPlacement(request_id=self.request.request_id, model_id=self.request.model_id)
+            self._dispatch.notes.tell_scheduler(cancel)
+
+    async def _leave(self) -> None:
+        if not self.request.is_over:
+            self._let_go()
+            self.request.on_client_left()
+        await self._dispatch.remove(self)

@@ -1,0 +1,168 @@
+"""What leaves over HTTP: statuses, error objects, OpenAI's bodies, Server-Timing, deployments."""
+
+from __future__ import annotations
+
+import pytest
+from whimbrel.wire import errors
+from whimbrel.wire.errors import ERRORS, WhimbrelError
+from whimbrel.wire.messages import DeployModel, Stages, Tier
+
+from services.router.core.deployments import read_deployment
+from services.router.core.openai import Answer, Usage
+from services.router.core.statuses import STATUSES, error_object, retry_after_s, status_of
+from services.router.core.timings import stage_times
+from services.router.openapi import DOCUMENT
+
+EXAMPLES: list[tuple[WhimbrelError, int, str, str | None]] = [
+    (errors.InvalidRequest(field="stop", reason="no"), 400, "invalid_request_error", "stop"),
+    (errors.UnsupportedParameter(field="tools"), 400, "invalid_request_error", "tools"),
+    (
+        errors.ContextLengthExceeded(context_tokens=1, prompt_tokens=2, output_tokens=3),
+        400,
+        "invalid_request_error",
+        "messages",
+    ),
+    (errors.ModelNotFound(model_id="x"), 404, "not_found_error", "model"),
+    (errors.JobNotFound(job_id="x"), 404, "not_found_error", None),
+    (errors.Conflict(reason="busy"), 409, "invalid_request_error", None),
+    (errors.Cancelled(what="it"), 409, "invalid_request_error", None),
+    (errors.PayloadTooLarge(size_bytes=2, limit_bytes=1), 413, "invalid_request_error", None),
+    (errors.ModelTooLarge(model_id="x", need_bytes=2, capacity_bytes=1), 422, "invalid_request_error", "model"),
+    (errors.ImportFailed(model_id="x", stage="converting", reason="no"), 422, "invalid_request_error", None),
+    (errors.QueueFull(queue="q", limit=1, retry_after_s=7), 429, "rate_limit_error", None),
+    (errors.InternalError(service="x"), 500, "server_error", None),
+    (errors.ProtocolError(size_bytes=1, reason="no"), 500, "server_error", None),
+    (errors.LoadFailed(model_id="x", reason="partition_0.bin at 4096"), 500, "server_error", None),
+    (errors.Unavailable(what="NATS"), 503, "server_error", None),
+    (errors.InferenceLost(reason="no", output_tokens=1), 503, "server_error", None),
+    (errors.InstanceGone(instance_id="x"), 503, "server_error", None),
+    (errors.StaleEpoch(epoch=1, current_epoch=2), 503, "server_error", None),
+    (errors.ColdStartTimeout(model_id="x", waited_s=1, stage="loading"), 504, "server_error", None),
+    (errors.RequestTimeout(waited_s=1), 504, "server_error", None),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "kind", "parameter"), EXAMPLES, ids=[each[0].code for each in EXAMPLES])
+def test_every_error_has_its_status_and_openai_s_object(
+    error: WhimbrelError, status: int, kind: str, parameter: str | None
+) -> None:
+    assert status_of(error) == status
+    assert error_object(error).body() == {
+        "error": {"message": str(error), "type": kind, "param": parameter, "code": error.code}
+    }
+
+
+def test_the_table_of_statuses_is_complete_and_the_examples_are() -> None:
+    assert STATUSES.keys() == ERRORS.keys()
+    assert {error.code for error, *_ in EXAMPLES} == ERRORS.keys()
+
+
+def test_what_may_be_tried_again_says_when() -> None:
+    times = {error.code: retry_after_s(error) for error, *_ in EXAMPLES}
+    assert {code for code, seconds in times.items() if seconds is not None} == {
+        "queue_full",
+        "unavailable",
+        "inference_lost",
+        "instance_gone",
+        "stale_epoch",
+    }
+    assert times["queue_full"] == 7
+
+
+USAGE = Usage(prompt_tokens=3, output_tokens=2)
+SHARED = {"id": "chatcmpl-1", "created": 5, "model": "tiny"}
+
+
+def an_answer(*, is_chat: bool = True, is_usage_included: bool = False) -> Answer:
+    return Answer(
+        answer_id="chatcmpl-1", created_s=5, model_id="tiny", is_chat=is_chat, is_usage_included=is_usage_included
+    )
+
+
+def test_a_whole_chat_answer() -> None:
+    assert an_answer().whole("Hi", "stop", USAGE) == {
+        **SHARED,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hi", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+    }
+
+
+def test_a_whole_completion() -> None:
+    body = an_answer(is_chat=False).whole("Hi", "length", USAGE)
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "Hi", "logprobs": None, "finish_reason": "length"}]
+
+
+def test_the_chunks_of_a_chat() -> None:
+    answer = an_answer()
+    first = answer.first_chunk()
+    assert first is not None
+    assert first["object"] == "chat.completion.chunk"
+    choices = [first["choices"], answer.text_chunk("Hi")["choices"], answer.last_chunk("stop")["choices"]]
+    assert choices == [
+        [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "Hi"}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}],
+    ]
+    assert "usage" not in first
+
+
+def test_the_chunks_of_a_completion_have_no_role() -> None:
+    answer = an_answer(is_chat=False)
+    assert answer.first_chunk() is None
+    assert answer.text_chunk("Hi")["choices"] == [{"index": 0, "text": "Hi", "logprobs": None, "finish_reason": None}]
+
+
+def test_usage_is_null_in_every_chunk_but_the_last_when_it_was_asked_for() -> None:
+    answer = an_answer(is_usage_included=True)
+    assert answer.text_chunk("Hi")["usage"] is None
+    last = answer.usage_chunk(USAGE)
+    assert (last["choices"], last["usage"]) == ([], USAGE.body())
+
+
+def test_server_timing_is_in_milliseconds() -> None:
+    stages = Stages(tier=Tier.SSD, queue_s=0.5, fetch_s=1.0, load_s=0.25, bind_s=0.001)
+    times = stage_times(stages, worker_queue_s=0.25, prefill_s=0.0625, first_token_s=2.0)
+    assert times.header() == (
+        "tier;desc=ssd, queue;dur=750.0, fetch;dur=1000.0, load;dur=250.0, bind;dur=1.0, prefill;dur=62.5, "
+        "first_token;dur=2000.0"
+    )
+
+
+def test_a_deployment_is_read() -> None:
+    body = {"model": "org/tiny", "source": "/models/tiny", "keep_alive_s": 5}
+    assert read_deployment(body) == DeployModel(model_id="org/tiny", source="/models/tiny", keep_alive_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model": "../x"}, "model"),
+        ({"model": None}, "model"),
+        ({"source": "relative"}, "source"),
+        ({"source": "/a\0b"}, "source"),
+        ({"source": None}, "source"),
+        ({"keep_alive_s": -1}, "keep_alive_s"),
+        ({"keep_alive_s": "5"}, "keep_alive_s"),
+        ({"extra": 1}, "extra"),
+    ],
+    ids=str,
+)
+def test_a_bad_deployment_is_refused_by_field(change: dict[str, object], field: str) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        read_deployment({"model": "tiny", "source": "/models/tiny", **change})
+    assert caught.value.field == field
+
+
+def test_the_openapi_document_names_the_paths() -> None:
+    paths = DOCUMENT["paths"]
+    assert isinstance(paths, dict)
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/admin/models", "/admin/cluster"} < set(paths)

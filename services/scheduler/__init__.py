@@ -1,0 +1,1 @@
+"""The scheduler: cluster state, estimates, placement, load queues, scaling."""

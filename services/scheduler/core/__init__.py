@@ -1,0 +1,1 @@
+"""The scheduler's decisions: pure, synchronous, time is a parameter."""

@@ -1,0 +1,162 @@
+"""Owns the step: events in, `Ready` out. The only entrance to the scheduler's decisions, and all of them are pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from whimbrel.wire.codec import error_reply
+from whimbrel.wire.errors import ProtocolError, WhimbrelError
+from whimbrel.wire.messages import (
+    AgentHeartbeat,
+    CancelPlacement,
+    DeleteModel,
+    DeployModel,
+    GetCluster,
+    GetJob,
+    GetModels,
+    GetRoutes,
+    ImportEnded,
+    ImportFinished,
+    ImportProgressed,
+    InferenceFinished,
+    InferenceStarted,
+    InstanceBecameReady,
+    InstanceEnded,
+    LoadEnded,
+    LoadFinished,
+    LoadProgressed,
+    Message,
+    ModelRemoved,
+    PlaceModel,
+    RouterHeartbeat,
+    WorkerHeartbeat,
+)
+from whimbrel.wire.records import Record
+
+from services.scheduler.core import (
+    deletion,
+    heartbeats,
+    imports,
+    lifecycle,
+    loading,
+    queries,
+    requests,
+    timeouts,
+    waiting,
+)
+from services.scheduler.core.cluster import Cluster, rebuild
+from services.scheduler.core.instances import InstanceEvent
+from services.scheduler.core.ready import Arrived, Event, Ready, Tick, UnloadRefused
+from services.scheduler.core.settings import PAUSE_S, Settings
+from services.scheduler.core.step import Step
+
+M = TypeVar("M", bound=Message)
+Handler = Callable[[Step, Message, str | None], None]
+
+
+def _handler(kind: type[M], handle: Callable[[Step, M, str | None], None]) -> tuple[type[Message], Handler]:
+    def checked(step: Step, message: Message, reply_to: str | None) -> None:
+        assert isinstance(message, kind)
+        handle(step, message, reply_to)
+
+    return kind, checked
+
+
+HANDLERS: dict[type[Message], Handler] = dict(
+    (
+        _handler(DeployModel, imports.on_deploy_model),
+        _handler(ImportProgressed, imports.on_import_progressed),
+        _handler(ImportFinished, imports.on_import_finished),
+        _handler(ImportEnded, imports.on_import_ended),
+        _handler(DeleteModel, deletion.on_delete_model),
+        _handler(ModelRemoved, deletion.on_model_removed),
+        _handler(PlaceModel, waiting.on_place_model),
+        _handler(CancelPlacement, waiting.on_cancel_placement),
+        _handler(LoadProgressed, loading.on_load_progressed),
+        _handler(LoadFinished, loading.on_load_finished),
+        _handler(LoadEnded, loading.on_load_ended),
+        _handler(InstanceBecameReady, loading.on_instance_became_ready),
+        _handler(InstanceEnded, loading.on_instance_ended),
+        _handler(InferenceStarted, requests.on_inference_started),
+        _handler(InferenceFinished, requests.on_inference_finished),
+        _handler(AgentHeartbeat, heartbeats.on_agent_heartbeat),
+        _handler(WorkerHeartbeat, heartbeats.on_worker_heartbeat),
+        _handler(RouterHeartbeat, heartbeats.on_router_heartbeat),
+        _handler(GetModels, queries.on_get_models),
+        _handler(GetJob, queries.on_get_job),
+        _handler(GetRoutes, queries.on_get_routes),
+        _handler(GetCluster, queries.on_get_cluster),
+    )
+)
+
+
+class Controller:
+    """The scheduler's brain. `records` is what the store holds; `epoch` is that of this life (fencing).
+
+    The same events at the same times with the same ids lead to the same state and output, always.
+    """
+
+    def __init__(
+        self,
+        *,
+        records: Iterable[Record],
+        settings: Settings,
+        epoch: int,
+        now: float,
+        new_id: Callable[[str], str],
+    ) -> None:
+        self.cluster: Cluster = rebuild(records, now=now, lost_after_s=settings.lost_after_s)
+        self._settings = settings
+        self._epoch = epoch
+        self._new_id = new_id
+        self._last_step_s = now
+
+    def step(self, events: Sequence[Event], *, now: float, wall_s: float) -> Ready:
+        """Take the events in their order, then place whom can be placed.
+
+        `now` is monotonic and never goes back; `wall_s` is for what people read. The caller appends `records`
+        durably before it sends `messages`.
+        """
+        assert now >= self._last_step_s, "time does not go back"
+        step = Step(
+            now=now,
+            wall_s=wall_s,
+            epoch=self._epoch,
+            cluster=self.cluster,
+            settings=self._settings,
+            new_id=self._new_id,
+        )
+        if now - self._last_step_s > PAUSE_S:
+            timeouts.pardon(step)
+        self._last_step_s = now
+        for event in events:
+            match event:
+                case Arrived(message=message, reply_to=reply_to):
+                    _hear(step, message, reply_to)
+                case UnloadRefused(instance_id=instance_id):
+                    _refuse(step, instance_id)
+                case _:
+                    assert isinstance(event, Tick)
+                    timeouts.on_tick(step)
+        deletion.advance(step)
+        waiting.settle(step)
+        return step.ready()
+
+
+def _hear(step: Step, message: Message, reply_to: str | None) -> None:
+    """Operating errors are the answer to whoever asked; they change nothing."""
+    handle = HANDLERS.get(type(message))
+    try:
+        if handle is None:
+            reason = f"{type(message).__name__} is not for the scheduler"
+            raise ProtocolError(size_bytes=0, reason=reason)
+        handle(step, message, reply_to)
+    except WhimbrelError as error:
+        step.answer(reply_to, error_reply(error))
+
+
+def _refuse(step: Step, instance_id: str) -> None:
+    instance = step.cluster.instances.get(instance_id)
+    if instance is not None and instance.accepts(InstanceEvent.UNLOAD_REFUSED):
+        lifecycle.refuse_unload(step, instance)

@@ -1,0 +1,187 @@
+"""Owns reconciliation with agents and workers, who are the truth about themselves: each heartbeat is compared with our
+records, what was not heard is said again, what is not there is given up, what should not be there is unloaded (P2)."""
+
+from __future__ import annotations
+
+from whimbrel.wire.codec import error_reply
+from whimbrel.wire.errors import Unavailable
+from whimbrel.wire.events import ServerJoined
+from whimbrel.wire.messages import (
+    AgentHeartbeat,
+    CancelLoad,
+    RouterHeartbeat,
+    WorkerHeartbeat,
+    WorkerState,
+)
+from whimbrel.wire.records import InstanceState
+
+from services.scheduler.core import commands, jobs, lifecycle, loading, waiting
+from services.scheduler.core.instances import Instance, InstanceEvent
+from services.scheduler.core.ready import ToAgent
+from services.scheduler.core.servers import Router, Server, Slot
+from services.scheduler.core.settings import DETACHED_WAIT_S
+from services.scheduler.core.step import Step
+
+
+def on_agent_heartbeat(step: Step, message: AgentHeartbeat, reply_to: str | None) -> None:
+    server = step.cluster.server(message.server_id, now=step.now)
+    known = server.heartbeat
+    is_new_life = known is None or known.epoch != message.epoch
+    if is_new_life or not server.is_alive:
+        step.tell(ServerJoined(server_id=message.server_id, epoch=message.epoch))
+    if is_new_life or not server.is_alive or _looks_different(known, message):
+        step.cluster.touch(message.server_id)
+    server.hear(message)
+    server.seen_s = step.now
+    server.is_alive = True
+    for instance_id in list(server.instances):
+        instance = step.cluster.instances[instance_id]
+        if instance.state is InstanceState.LOADING:
+            _check_load(step, instance, message, is_restarted=known is not None and is_new_life)
+    _cancel_strays(step, server, message)
+    jobs.hear_agent(step, message)
+
+
+def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | None) -> None:
+    slot = step.cluster.slot(message.server_id, message.slot, now=step.now)
+    known = slot.heartbeat
+    is_new_life = known is not None and known.epoch != message.epoch
+    was_free = slot.is_free
+    slot.heartbeat = message
+    slot.seen_s = step.now
+    slot.is_alive = True
+    slot.occupant = message.instance_id
+    if slot.is_free != was_free or _requests(known) != message.active_requests:
+        step.cluster.touch(message.server_id)
+    instance = step.cluster.instances.get(slot.owner) if slot.owner is not None else None
+    if instance is not None and is_new_life:
+        lose_instance(step, instance, "its worker restarted")
+    elif instance is not None:
+        _check_instance(step, instance, message)
+    if message.instance_id is not None and message.instance_id != slot.owner:
+        _unload_stray(step, slot, message.instance_id)
+
+
+def on_router_heartbeat(step: Step, message: RouterHeartbeat, reply_to: str | None) -> None:
+    """The requests that a router runs, by instance: this repairs lost news of started and finished ones (R5)."""
+    router = step.cluster.routers.get(message.router_id)
+    if router is not None and router.epoch not in (0, message.epoch):
+        forget_router(step, router)
+        router = None
+    if router is None:
+        router = Router(router_id=message.router_id, seen_s=step.now)
+        step.cluster.routers[message.router_id] = router
+    router.epoch = message.epoch
+    router.seen_s = step.now
+    active = {activity.instance_id: activity.requests for activity in message.active}
+    for instance_id in dict.fromkeys([*router.counted, *active]):
+        instance = step.cluster.instances.get(instance_id)
+        if instance is not None:
+            count_requests(step, instance, router, active.get(instance_id, 0))
+
+
+def count_requests(step: Step, instance: Instance, router: Router, requests: int) -> None:
+    """The router runs so many requests on the instance; keep-alive counts from the end of the last."""
+    before = instance.active.get(router.router_id, 0)
+    if before == requests:
+        return
+    if requests:
+        instance.active[router.router_id] = requests
+        router.counted[instance.instance_id] = None
+    else:
+        del instance.active[router.router_id]
+        router.counted.pop(instance.instance_id, None)
+        instance.idle_since_s = max(instance.idle_since_s, step.now)
+    step.cluster.touch(instance.record.server_id)
+
+
+def forget_router(step: Step, router: Router) -> None:
+    """The router is gone, its requests and those that wait with it."""
+    del step.cluster.routers[router.router_id]
+    for model in step.cluster.models.values():
+        for waiter in list(model.waiters.values()):
+            if waiter.router_id == router.router_id:
+                waiting.remove_waiter(step, model, waiter.request_id)
+    for instance_id in list(router.counted):
+        count_requests(step, step.cluster.instances[instance_id], router, 0)
+
+
+def lose_instance(step: Step, instance: Instance, reason: str) -> None:
+    """Its worker is gone, and what was loaded there with it."""
+    if instance.state is InstanceState.LOADING:
+        worker = f"worker {instance.record.server_id}/{instance.record.slot}"
+        loading.lose_load(step, instance, f"{worker} ({reason})")
+    else:
+        lifecycle.end_instance(step, instance, InstanceEvent.LOST, reason)
+
+
+def _looks_different(known: AgentHeartbeat | None, message: AgentHeartbeat) -> bool:
+    """Whether placement would see another server than before."""
+    return known is None or (
+        known.resident != message.resident
+        or known.pool_size_bytes != message.pool_size_bytes
+        or known.ssd_size_bytes != message.ssd_size_bytes
+    )
+
+
+def _requests(heartbeat: WorkerHeartbeat | None) -> int:
+    return 0 if heartbeat is None else heartbeat.active_requests
+
+
+def _check_load(step: Step, instance: Instance, message: AgentHeartbeat, *, is_restarted: bool) -> None:
+    """Say LoadModel again when the agent doesn't know the task; a task that waits its turn is making progress."""
+    record = instance.record
+    if record.task_id in message.tasks:
+        if record.task_id != message.tasks[0]:
+            instance.progress_s = step.now
+        return
+    is_done = instance.load is not None or record.instance_id in message.attached
+    is_due = is_restarted or step.now - instance.commanded_s >= step.settings.repeat_s
+    if is_due and not is_done:
+        commands.command_load(step, instance)
+
+
+def _cancel_strays(step: Step, server: Server, message: AgentHeartbeat) -> None:
+    """Tasks of instances that are gone: the command to stop was lost."""
+    known = {step.cluster.instances[k].record.task_id for k in server.instances}
+    for task_id in message.tasks:
+        if task_id not in known:
+            step.send(ToAgent(server_id=message.server_id), CancelLoad(task_id=task_id))
+
+
+def _check_instance(step: Step, instance: Instance, message: WorkerHeartbeat) -> None:
+    """What the worker says about the instance that owns its slot."""
+    is_there = message.instance_id == instance.instance_id
+    match instance.state:
+        case InstanceState.LOADING:
+            _check_loading(step, instance, message, is_there=is_there)
+        case _ if not is_there:
+            is_expected = instance.state is not InstanceState.READY
+            reason = "unloaded" if is_expected else "its worker no longer has it"
+            lifecycle.end_instance(step, instance, InstanceEvent.ENDED, reason)
+        case InstanceState.DRAINING | InstanceState.UNLOADING:
+            is_heard = message.state is WorkerState.DRAINING
+            if not is_heard and step.now - instance.unload_sent_s >= step.settings.repeat_s:
+                commands.command_unload(step, instance)
+
+
+def _check_loading(step: Step, instance: Instance, message: WorkerHeartbeat, *, is_there: bool) -> None:
+    if is_there:
+        instance.is_prepared = True
+        if message.state is WorkerState.READY:
+            loading.hear_ready(step, instance)
+    elif instance.detached_s is not None or instance.is_prepared:
+        # It had the instance and let go. The agent says why, or else this is all that will be heard of it.
+        instance.detached_s = step.now if instance.detached_s is None else instance.detached_s
+        if step.now - instance.detached_s >= DETACHED_WAIT_S:
+            what = f"worker {message.server_id}/{message.slot} (it let go of the instance)"
+            loading.fail_load(step, instance, error_reply(Unavailable(what=what)))
+    elif message.instance_id is None and step.now - instance.prepared_s >= step.settings.repeat_s:
+        commands.command_prepare(step, instance)
+
+
+def _unload_stray(step: Step, slot: Slot, instance_id: str) -> None:
+    """The worker has an instance that we gave up: unload it, once it has finished what it runs."""
+    if step.now - slot.unload_sent_s >= step.settings.repeat_s:
+        slot.unload_sent_s = step.now
+        commands.unload_instance(step, slot.server_id, slot.slot, instance_id, is_drain=True)

@@ -1,0 +1,123 @@
+"""Owns the state machine of an instance: its states, what may happen in each, and the only writer of its state.
+
+Rules. Everything that changes an instance's state is an `InstanceEvent`, and `TRANSITIONS` says which is legal when.
+A pair that is missing there is a fault of ours and raises; late and duplicate news is filtered with `accepts` first.
+
+Theory of operation. A slot is owned by an instance from LOADING until GONE, so a slot never has two owners. UNLOADING
+asks the worker to unload an idle instance and can be refused, because a request may have arrived there in the
+meantime; DRAINING lets running requests end and cannot be refused. GONE is where the durable record is forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+import msgspec
+from whimbrel.wire.messages import LoadFinished, WaitStage
+from whimbrel.wire.records import InstanceRecord, InstanceState
+
+
+class InstanceEvent(StrEnum):
+    BECAME_READY = "became_ready"  # the worker can take requests
+    LOAD_FAILED = "load_failed"  # the load ended badly, stalled, or is not wanted any more
+    EVICTED = "evicted"  # idle, and the slot is needed or keep-alive ran out
+    DRAINED = "drained"  # running requests may end, no new ones
+    UNLOAD_REFUSED = "unload_refused"  # it was not idle after all
+    ENDED = "ended"  # the worker says that it is not there
+    LOST = "lost"  # the worker or, while loading, the server is gone
+
+
+TRANSITIONS: dict[InstanceState, dict[InstanceEvent, InstanceState]] = {
+    InstanceState.LOADING: {
+        InstanceEvent.BECAME_READY: InstanceState.READY,
+        InstanceEvent.LOAD_FAILED: InstanceState.GONE,
+        InstanceEvent.ENDED: InstanceState.GONE,
+        InstanceEvent.LOST: InstanceState.GONE,
+    },
+    InstanceState.READY: {
+        InstanceEvent.EVICTED: InstanceState.UNLOADING,
+        InstanceEvent.DRAINED: InstanceState.DRAINING,
+        InstanceEvent.ENDED: InstanceState.GONE,
+        InstanceEvent.LOST: InstanceState.GONE,
+    },
+    InstanceState.DRAINING: {
+        InstanceEvent.ENDED: InstanceState.GONE,
+        InstanceEvent.LOST: InstanceState.GONE,
+    },
+    InstanceState.UNLOADING: {
+        InstanceEvent.UNLOAD_REFUSED: InstanceState.READY,
+        InstanceEvent.ENDED: InstanceState.GONE,
+        InstanceEvent.LOST: InstanceState.GONE,
+    },
+    InstanceState.GONE: {},
+}
+
+
+class IllegalTransition(Exception):
+    """We broke our own table: `event` means nothing to an instance in `state`."""
+
+    def __init__(self, state: InstanceState, event: InstanceEvent) -> None:
+        self.state = state
+        self.event = event
+        super().__init__(f"an instance that is {state} can't take {event}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Instance:
+    """An instance: its durable record, and what is known of it besides. Times are monotonic seconds.
+
+    `is_rebuilt` says that its times count from our own start, not from its placement; `first_wait_s` is how long the
+    oldest request waited for the placement. `active` counts running requests per router; `promised` maps requests that
+    were given a route, and have not reached the worker yet, to the time when they are not expected any more.
+    """
+
+    record: InstanceRecord
+    size_bytes: int
+    placed_s: float
+    is_rebuilt: bool = False
+    first_wait_s: float = 0.0
+    # While it loads.
+    commanded_s: float = -inf
+    prepared_s: float = -inf
+    progress_s: float = 0.0
+    stage: WaitStage = WaitStage.QUEUED
+    load: LoadFinished | None = None
+    is_prepared: bool = False
+    detached_s: float | None = None
+    ready_heard_s: float | None = None
+    is_reported: bool = False
+    skeleton_s: float = 0.0
+    bind_s: float = 0.0
+    # Once it is ready.
+    ready_s: float = 0.0
+    idle_since_s: float = 0.0
+    held_until_s: float | None = None
+    unload_sent_s: float = -inf
+    active: dict[str, int] = field(default_factory=dict)
+    promised: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def instance_id(self) -> str:
+        return self.record.instance_id
+
+    @property
+    def state(self) -> InstanceState:
+        return self.record.state
+
+    @property
+    def requests(self) -> int:
+        """Running ones, as routers count them."""
+        return sum(self.active.values())
+
+    def accepts(self, event: InstanceEvent) -> bool:
+        """Whether the event is news in this state."""
+        return event in TRANSITIONS[self.state]
+
+    def enter(self, event: InstanceEvent) -> None:
+        """The only writer of the state; raises IllegalTransition."""
+        state = TRANSITIONS[self.state].get(event)
+        if state is None:
+            raise IllegalTransition(self.state, event)
+        self.record = msgspec.structs.replace(self.record, state=state)

@@ -1,0 +1,167 @@
+"""Owns the news of loads: progress, completion, failure, stalls, and when an instance counts as ready."""
+
+from __future__ import annotations
+
+from whimbrel.wire.codec import error_reply
+from whimbrel.wire.errors import LoadFailed, Unavailable
+from whimbrel.wire.events import LoadWasLost
+from whimbrel.wire.messages import (
+    ErrorReply,
+    InstanceBecameReady,
+    InstanceEnded,
+    LoadEnded,
+    LoadFinished,
+    LoadProgressed,
+    Tier,
+    WaitStage,
+)
+from whimbrel.wire.records import InstanceState
+
+from services.scheduler.core import lifecycle, waiting
+from services.scheduler.core.bandwidth import observe_transfer
+from services.scheduler.core.instances import Instance, InstanceEvent
+from services.scheduler.core.models import Model
+from services.scheduler.core.settings import LOAD_REPORT_WAIT_S, LOAD_TRIES_MAX, LOST_TRIES_MAX
+from services.scheduler.core.step import Step, sentence
+
+
+def on_load_progressed(step: Step, message: LoadProgressed, reply_to: str | None) -> None:
+    instance = _loading_by_task(step, message.server_id, message.task_id)
+    if instance is None:
+        return
+    instance.progress_s = step.now
+    instance.stage = message.stage
+    # The stage that an estimate is made of: the slowest tier of the path. The other is short beside it.
+    slowest = WaitStage.FETCHING if instance.record.source_tier is Tier.REMOTE else WaitStage.LOADING
+    if message.stage is slowest and message.total_bytes > 0:
+        queue = step.cluster.servers[message.server_id].queue
+        queue.progress(message.task_id, message.done_bytes / message.total_bytes, now=step.now)
+        step.cluster.servers[message.server_id].view = None
+
+
+def on_load_finished(step: Step, message: LoadFinished, reply_to: str | None) -> None:
+    """The bytes are in place; the agent's queue moves on, and its reports are learned from (L10, E6)."""
+    instance = step.cluster.instances.get(message.instance_id)
+    if instance is None or instance.load is not None or instance.record.task_id != message.task_id:
+        return
+    instance.load = message
+    _learn_transfers(step, message)
+    if instance.state is not InstanceState.LOADING:
+        return
+    instance.progress_s = step.now
+    instance.stage = WaitStage.BINDING
+    step.cluster.servers[message.server_id].queue.remove(message.task_id, now=step.now)
+    step.cluster.servers[message.server_id].view = None
+    if instance.ready_heard_s is not None:
+        hear_ready(step, instance)
+
+
+def on_load_ended(step: Step, message: LoadEnded, reply_to: str | None) -> None:
+    instance = step.cluster.instances.get(message.instance_id)
+    if instance is not None and instance.record.task_id == message.task_id:
+        fail_load(step, instance, message.error)
+
+
+def on_instance_became_ready(step: Step, message: InstanceBecameReady, reply_to: str | None) -> None:
+    instance = step.cluster.instances.get(message.instance_id)
+    if instance is None or instance.state is not InstanceState.LOADING:
+        return
+    instance.skeleton_s = message.skeleton_s
+    instance.bind_s = message.bind_s
+    instance.is_reported = True
+    hear_ready(step, instance)
+
+
+def on_instance_ended(step: Step, message: InstanceEnded, reply_to: str | None) -> None:
+    slot = step.cluster.slot(message.server_id, message.slot, now=step.now)
+    if slot.occupant == message.instance_id:
+        slot.occupant = None
+        step.cluster.touch(message.server_id)
+    instance = step.cluster.instances.get(message.instance_id)
+    if instance is None:
+        return
+    if instance.state is not InstanceState.LOADING:
+        reason = "unloaded" if message.error is None else message.error.code
+        lifecycle.end_instance(step, instance, InstanceEvent.ENDED, reason)
+    elif message.error is not None:
+        instance.detached_s = step.now
+        fail_load(step, instance, message.error)
+    elif instance.detached_s is None:
+        # The agent told it to let go; its own report, which names the cause, is on the way.
+        instance.detached_s = step.now
+
+
+def hear_ready(step: Step, instance: Instance) -> None:
+    """The worker is ready. Agent and worker report their stages at about the same time: both are waited for, shortly,
+    because routers tell clients where the time went."""
+    assert instance.state is InstanceState.LOADING
+    if instance.ready_heard_s is None:
+        instance.ready_heard_s = step.now
+    is_known = instance.load is not None and instance.is_reported
+    if is_known or step.now - instance.ready_heard_s >= LOAD_REPORT_WAIT_S:
+        lifecycle.become_ready(step, instance)
+
+
+def fail_load(step: Step, instance: Instance, error: ErrorReply) -> None:
+    """A load ended badly. A checkpoint that can't be loaded fails whoever waits; other errors are tried once more,
+    elsewhere if possible. Nothing happens to an instance that does not load."""
+    if instance.state is not InstanceState.LOADING:
+        return
+    lifecycle.end_load(step, instance, InstanceEvent.LOAD_FAILED)
+    _tell_failed(step, instance, error)
+    model = step.cluster.models[instance.record.model_id]
+    model.load_failures += 1
+    is_final = error.code == LoadFailed.code or model.load_failures >= LOAD_TRIES_MAX
+    _go_on(step, model, instance, error, is_final=is_final)
+
+
+def lose_load(step: Step, instance: Instance, what: str) -> None:
+    """The worker or the server of a load is gone: it is placed again, but not for ever."""
+    lifecycle.end_load(step, instance, InstanceEvent.LOST)
+    error = error_reply(Unavailable(what=what))
+    _tell_failed(step, instance, error)
+    model = step.cluster.models[instance.record.model_id]
+    model.losses += 1
+    _go_on(step, model, instance, error, is_final=model.losses >= LOST_TRIES_MAX)
+
+
+def _go_on(step: Step, model: Model, instance: Instance, error: ErrorReply, *, is_final: bool) -> None:
+    """Whoever waits has the model loaded once more, elsewhere if possible, or hears why not."""
+    if is_final or not model.waiters:
+        waiting.fail_waiters(step, model, error)
+        model.forgive()
+    else:
+        model.avoid |= {instance.record.server_id}
+        step.wanted[model.model_id] = None
+
+
+def _tell_failed(step: Step, instance: Instance, error: ErrorReply) -> None:
+    record = instance.record
+    step.tell(
+        LoadWasLost(
+            task_id=record.task_id,
+            model_id=record.model_id,
+            server_id=record.server_id,
+            code=error.code,
+            message=sentence(error),
+        )
+    )
+
+
+def _learn_transfers(step: Step, message: LoadFinished) -> None:
+    server = step.cluster.server(message.server_id, now=step.now)
+    for report in message.reports:
+        if report.size_bytes > 0 and report.tier is not Tier.GPU:
+            server.bandwidths[report.tier] = observe_transfer(
+                server.bandwidth(report.tier), size_bytes=report.size_bytes, seconds=report.seconds
+            )
+            step.save(server.bandwidths[report.tier])
+    server.view = None
+
+
+def _loading_by_task(step: Step, server_id: str, task_id: str) -> Instance | None:
+    server = step.cluster.servers.get(server_id)
+    if server is None:
+        return None
+    instances = (step.cluster.instances[k] for k in server.instances)
+    return next((i for i in instances if i.record.task_id == task_id and i.state is InstanceState.LOADING), None)

@@ -1,0 +1,85 @@
+"""Owns what is known of models: their durable record, who waits for them, how their loads went, and their imports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from whimbrel.wire.messages import ModelState
+from whimbrel.wire.records import JobRecord, ModelRecord
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Waiter:
+    """A request that waits for an instance. Not durable: its router repeats it."""
+
+    request_id: str
+    router_id: str
+    since_s: float
+    repeated_s: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Model:
+    """A deployed model. Waiters stand in the order of their arrival."""
+
+    record: ModelRecord
+    waiters: dict[str, Waiter] = field(default_factory=dict)
+    instances: dict[str, None] = field(default_factory=dict)
+    # How loads went since somebody was served: tries, and the servers to try last.
+    load_failures: int = 0
+    losses: int = 0
+    avoid: frozenset[str] = frozenset()
+    # Deletion: who removed its copies, who was asked and when, who removes it from the repository.
+    removed: set[str] = field(default_factory=set)
+    remove_sent_s: dict[str, float] = field(default_factory=dict)
+    repository_server_id: str | None = None
+
+    @property
+    def model_id(self) -> str:
+        return self.record.model_id
+
+    @property
+    def is_servable(self) -> bool:
+        return self.record.state is ModelState.READY
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """When the oldest of the waiters arrived; infinity when nobody waits."""
+        return min((waiter.since_s for waiter in self.waiters.values()), default=inf)
+
+    def forgive(self) -> None:
+        """The next waiters start with all tries."""
+        self.load_failures = 0
+        self.losses = 0
+        self.avoid = frozenset()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """An import; `done_bytes` of `total_bytes` move too often to be durable."""
+
+    record: JobRecord
+    done_bytes: int = 0
+    total_bytes: int = 0
+    sent_s: float = -inf
+
+    @property
+    def job_id(self) -> str:
+        return self.record.job.job_id
+
+    @property
+    def model_id(self) -> str:
+        return self.record.job.model_id
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Reservation:
+    """A slot that a model waits for. `waiting_for` are the instances that must go first; a drain may take long, so
+    meanwhile the model may be placed elsewhere."""
+
+    model_id: str
+    server_id: str
+    slot: int
+    waiting_for: set[str]
+    is_drain: bool

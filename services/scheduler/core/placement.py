@@ -1,0 +1,178 @@
+"""Owns the choice of a server for a cold model: a pure function of a snapshot, with the reasons of its answer (D5).
+
+For each server: the estimate of loading there from the fastest tier that has the model (C1), plus, where an idle
+instance must be evicted first, the time to load that one again from DRAM, which is what its next request may pay:
+models count equally (C6). Then the cheapest server overall (C2). Ties go to fewer evictions, then to the lower
+server id and slot (C5). No slot anywhere is no error: the task is deferred (C4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from whimbrel.wire.messages import Tier
+
+from services.scheduler.core.estimates import Estimate, PathSpeed, estimate_load
+
+
+class Refusal(StrEnum):
+    """Why a server is no candidate."""
+
+    TOO_SMALL = "too_small"  # the model can never be there
+    BUSY = "busy"  # no slot is free or idle
+    NO_ROOM = "no_room"  # a slot is, but busy instances hold the memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleInstance:
+    """An instance that could go at once. `reload_s` estimates bringing it back from DRAM."""
+
+    instance_id: str
+    slot: int
+    size_bytes: int
+    idle_since_s: float
+    reload_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerView:
+    """What placement sees of a server. `used_bytes` is held by instances, idle ones included; `idle` is sorted, the
+    longest idle first; `residency` names the fastest tier that holds a model (id and digest), REMOTE being implied."""
+
+    server_id: str
+    capacity_bytes: int
+    used_bytes: int
+    free_slots: tuple[int, ...]
+    idle: tuple[IdleInstance, ...]
+    running_ends_s: float
+    queued_s: float
+    residency: Mapping[tuple[str, str], Tier]
+    speeds: Mapping[Tier, PathSpeed]
+
+    def queue_s(self, now: float) -> float:
+        """q"""
+        return max(0.0, self.running_ends_s - now) + self.queued_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The cluster at one moment. `capacity_bytes_max` is the room of its largest server, None while not all known
+    servers had the time to say how large they are."""
+
+    servers: tuple[ServerView, ...]
+    capacity_bytes_max: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model that needs an instance; servers in `avoid` just failed to load it and come last."""
+
+    model_id: str
+    checkpoint_digest: str
+    size_bytes: int
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One server's terms: either an estimate and a slot, or why not."""
+
+    server_id: str
+    refusal: Refusal | None = None
+    slot: int = 0
+    estimate: Estimate | None = None
+    evict: tuple[str, ...] = ()
+    eviction_s: float = 0.0
+    is_avoided: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Load here. The instances in `evict` must go first; they are idle."""
+
+    model_id: str
+    server_id: str
+    slot: int
+    estimate: Estimate
+    evict: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferred:
+    """Nowhere now: held, and tried again when a slot is released."""
+
+    model_id: str
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeverFits:
+    """No server is large enough."""
+
+    model_id: str
+    need_bytes: int
+    capacity_bytes: int
+
+
+Decision = Placement | Deferred | NeverFits
+
+
+def choose(snapshot: Snapshot, task: Task, now: float) -> Decision:
+    """Where to load the task's model, with every server's terms as reasons."""
+    if snapshot.capacity_bytes_max is not None and task.size_bytes > snapshot.capacity_bytes_max:
+        return NeverFits(model_id=task.model_id, need_bytes=task.size_bytes, capacity_bytes=snapshot.capacity_bytes_max)
+    candidates = tuple(_candidate(server, task, now) for server in snapshot.servers)
+    best = min((c for c in candidates if c.estimate is not None), key=_rank, default=None)
+    if best is None:
+        return Deferred(model_id=task.model_id, candidates=candidates)
+    assert best.estimate is not None
+    return Placement(
+        model_id=task.model_id,
+        server_id=best.server_id,
+        slot=best.slot,
+        estimate=best.estimate,
+        evict=best.evict,
+        candidates=candidates,
+    )
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, int, str, int]:
+    assert candidate.estimate is not None
+    cost_s = candidate.estimate.total_s + candidate.eviction_s
+    return candidate.is_avoided, cost_s, len(candidate.evict), candidate.server_id, candidate.slot
+
+
+def _candidate(server: ServerView, task: Task, now: float) -> Candidate:
+    if task.size_bytes > server.capacity_bytes:
+        return Candidate(server_id=server.server_id, refusal=Refusal.TOO_SMALL)
+    if not server.free_slots and not server.idle:
+        return Candidate(server_id=server.server_id, refusal=Refusal.BUSY)
+    evicted = _evictions(server, task.size_bytes)
+    if evicted is None:
+        return Candidate(server_id=server.server_id, refusal=Refusal.NO_ROOM)
+    tier = server.residency.get((task.model_id, task.checkpoint_digest), Tier.REMOTE)
+    return Candidate(
+        server_id=server.server_id,
+        slot=server.free_slots[0] if server.free_slots else evicted[0].slot,
+        estimate=estimate_load(queue_s=server.queue_s(now), size_bytes=task.size_bytes, speed=server.speeds[tier]),
+        evict=tuple(instance.instance_id for instance in evicted),
+        eviction_s=sum(instance.reload_s for instance in evicted),
+        is_avoided=server.server_id in task.avoid,
+    )
+
+
+def _evictions(server: ServerView, size_bytes: int) -> tuple[IdleInstance, ...] | None:
+    """The longest idle instances whose going leaves a slot and room; None when all idle ones are not enough."""
+    evicted: tuple[IdleInstance, ...] = ()
+    has_slot = bool(server.free_slots)
+    room_bytes = server.capacity_bytes - server.used_bytes
+    for instance in server.idle:
+        if has_slot and size_bytes <= room_bytes:
+            break
+        evicted = (*evicted, instance)
+        has_slot = True
+        room_bytes += instance.size_bytes
+    return evicted if has_slot and size_bytes <= room_bytes else None

@@ -1,0 +1,138 @@
+"""Owns the answers to questions: models, jobs, routes, the cluster. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from whimbrel.wire.errors import JobNotFound
+from whimbrel.wire.messages import (
+    GetCluster,
+    GetClusterReply,
+    GetJob,
+    GetJobReply,
+    GetModels,
+    GetModelsReply,
+    GetRoutes,
+    GetRoutesReply,
+    JobStatus,
+    ModelSummary,
+    ServerSummary,
+    SlotSummary,
+    Tier,
+    WorkerState,
+)
+from whimbrel.wire.records import InstanceState
+
+from services.scheduler.core import commands
+from services.scheduler.core.models import Model
+from services.scheduler.core.servers import Router, Server, Slot
+from services.scheduler.core.step import Step
+
+
+def on_get_models(step: Step, message: GetModels, reply_to: str | None) -> None:
+    models = sorted(step.cluster.models.values(), key=lambda model: model.model_id)
+    step.answer(reply_to, GetModelsReply(models=tuple(_summarise(step, model) for model in models)))
+
+
+def on_get_job(step: Step, message: GetJob, reply_to: str | None) -> None:
+    job = step.cluster.jobs.get(message.job_id)
+    if job is None:
+        raise JobNotFound(job_id=message.job_id)
+    status = JobStatus(
+        job_id=job.job_id,
+        model_id=job.model_id,
+        stage=job.record.job.stage,
+        done_bytes=job.done_bytes,
+        total_bytes=job.total_bytes,
+        error=job.record.job.error,
+    )
+    step.answer(reply_to, GetJobReply(job=status))
+
+
+def on_get_routes(step: Step, message: GetRoutes, reply_to: str | None) -> None:
+    """A router starts, or resynchronises: it hears of routes from now on."""
+    routers = step.cluster.routers
+    routers.setdefault(message.router_id, Router(router_id=message.router_id, seen_s=step.now)).seen_s = step.now
+    routes = tuple(
+        commands.route_added(instance)
+        for instance in step.cluster.instances.values()
+        if instance.state in (InstanceState.READY, InstanceState.DRAINING)
+    )
+    step.answer(reply_to, GetRoutesReply(routes=routes))
+
+
+def on_get_cluster(step: Step, message: GetCluster, reply_to: str | None) -> None:
+    cluster = step.cluster
+    reply = GetClusterReply(
+        scheduler_epoch=step.epoch,
+        servers=tuple(_summarise_server(step, cluster.servers[k]) for k in sorted(cluster.servers)),
+        routers=tuple(sorted(cluster.routers)),
+        waiting_requests=cluster.waiting_requests,
+    )
+    step.answer(reply_to, reply)
+
+
+def _summarise(step: Step, model: Model) -> ModelSummary:
+    record = model.record
+    keep_alive_s = step.settings.keep_alive_s if record.keep_alive_s is None else record.keep_alive_s
+    return ModelSummary(
+        model_id=record.model_id,
+        state=record.state,
+        checkpoint_digest=record.checkpoint_digest,
+        size_bytes=record.size_bytes,
+        parameter_count=record.parameter_count,
+        architecture=record.architecture,
+        source=record.source,
+        created_at_s=record.created_at_s,
+        keep_alive_s=keep_alive_s,
+        instances=tuple(
+            instance.instance_id
+            for instance in step.cluster.instances_of(model)
+            if instance.state is InstanceState.READY
+        ),
+        waiting_requests=len(model.waiters),
+        residency=_residency(step, model),
+        job_id=record.job_id,
+    )
+
+
+def _residency(step: Step, model: Model) -> dict[str, Tier]:
+    """The fastest tier per server that lives; GPU where an instance serves."""
+    key = (model.model_id, model.record.checkpoint_digest)
+    residency = {server.server_id: server.residency.get(key) for server in step.cluster.live_servers()}
+    for instance in step.cluster.instances_of(model):
+        if instance.state is not InstanceState.LOADING:
+            residency[instance.record.server_id] = Tier.GPU
+    return {server_id: tier for server_id, tier in residency.items() if tier is not None}
+
+
+def _summarise_server(step: Step, server: Server) -> ServerSummary:
+    known = server.heartbeat
+    return ServerSummary(
+        server_id=server.server_id,
+        is_alive=server.is_alive,
+        last_seen_s=max(0.0, step.now - server.seen_s),
+        slots=tuple(_summarise_slot(server.slots[k]) for k in sorted(server.slots)),
+        resident=known.resident if known else (),
+        tasks=known.tasks if known else (),
+        pool_size_bytes=known.pool_size_bytes if known else 0,
+        pool_free_bytes=known.pool_free_bytes if known else 0,
+        ssd_size_bytes=known.ssd_size_bytes if known else 0,
+        ssd_used_bytes=known.ssd_used_bytes if known else 0,
+        bandwidth_bytes_per_s={
+            tier.value: 1.0 / record.seconds_per_byte
+            for tier, record in server.bandwidths.items()
+            if record.seconds_per_byte > 0.0
+        },
+    )
+
+
+def _summarise_slot(slot: Slot) -> SlotSummary:
+    known = slot.heartbeat
+    return SlotSummary(
+        slot=slot.slot,
+        device=known.device if known else "",
+        state=known.state if known else WorkerState.EMPTY,
+        is_alive=slot.is_alive and known is not None,
+        model_id=known.model_id if known else None,
+        instance_id=known.instance_id if known else None,
+        active_requests=known.active_requests if known else 0,
+    )

@@ -1,0 +1,73 @@
+"""Owns the load queue of a server as the scheduler sees it: sequential, first in, first out; its drain time is q.
+
+One load at a time per server (E4) makes q the sum of the estimates that are queued, plus what remains of the running
+one (E1). It is updated when a task is queued, progresses, completes or is cancelled (E5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class QueuedTask:
+    """A task and its own estimate, the time it will take once it runs."""
+
+    task_id: str
+    load_s: float
+
+
+class LoadQueue:
+    """The first task runs; the others wait for it. Bounded by the slots of the server: a slot loads one instance."""
+
+    def __init__(self) -> None:
+        self._tasks: list[QueuedTask] = []
+        self._running_ends_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def running_ends_s(self) -> float:
+        """When the running task should end."""
+        return self._running_ends_s if self._tasks else 0.0
+
+    @property
+    def queued_s(self) -> float:
+        """Sum of the estimates of the tasks that wait."""
+        return sum(task.load_s for task in self._tasks[1:])
+
+    def drain_s(self, now: float) -> float:
+        """q: seconds until a task that is queued now would start."""
+        return max(0.0, self.running_ends_s - now) + self.queued_s
+
+    def enqueue(self, task_id: str, load_s: float, *, now: float) -> None:
+        assert load_s >= 0.0
+        self._tasks.append(QueuedTask(task_id=task_id, load_s=load_s))
+        if len(self._tasks) == 1:
+            self._start_first(now)
+
+    def progress(self, task_id: str, done_share: float, *, now: float) -> None:
+        """The agent runs this task and `done_share` of it is done: what remains is known better than by the clock."""
+        position = self._find(task_id)
+        if position is None:
+            return
+        task = self._tasks.pop(position)
+        self._tasks.insert(0, task)
+        self._running_ends_s = now + (1.0 - min(1.0, max(0.0, done_share))) * task.load_s
+
+    def remove(self, task_id: str, *, now: float) -> bool:
+        """The task completed or was cancelled; the next one starts. False when it is not here."""
+        position = self._find(task_id)
+        if position is None:
+            return False
+        del self._tasks[position]
+        if position == 0 and self._tasks:
+            self._start_first(now)
+        return True
+
+    def _start_first(self, now: float) -> None:
+        self._running_ends_s = now + self._tasks[0].load_s
+
+    def _find(self, task_id: str) -> int | None:
+        return next((k for k, task in enumerate(self._tasks) if task.task_id == task_id), None)

@@ -1,0 +1,98 @@
+"""Owns what is known of the machines: servers, their slots, their load queues, and the routers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from whimbrel.wire.messages import AgentHeartbeat, Tier, WorkerHeartbeat
+from whimbrel.wire.records import BandwidthRecord
+
+from services.scheduler.core.bandwidth import prior
+from services.scheduler.core.placement import ServerView
+from services.scheduler.core.queues import LoadQueue
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slot:
+    """A GPU slot and the worker process on it.
+
+    `owner` is the instance that owns the slot by our records; `occupant` the one that the worker has, as far as we
+    know; `reserved_for` the model that waits for this slot to become free.
+    """
+
+    server_id: str
+    slot: int
+    seen_s: float
+    is_alive: bool = True
+    heartbeat: WorkerHeartbeat | None = None
+    owner: str | None = None
+    occupant: str | None = None
+    reserved_for: str | None = None
+    unload_sent_s: float = -inf
+
+    @property
+    def is_free(self) -> bool:
+        """A worker that is alive and has nothing: an instance could be loaded there."""
+        is_heard = self.is_alive and self.heartbeat is not None
+        return is_heard and self.owner is None and self.occupant is None and self.reserved_for is None
+
+    def active_requests(self, instance_id: str) -> int:
+        """What the worker itself counts for this instance."""
+        if self.heartbeat is None or self.heartbeat.instance_id != instance_id:
+            return 0
+        return self.heartbeat.active_requests
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Server:
+    """A machine: its storage agent, its slots, its load queue and what was learned of its tiers.
+
+    `instances` are those whose bytes lie in its pool; `view` is what placement sees, None when out of date.
+    """
+
+    server_id: str
+    seen_s: float
+    is_alive: bool = False
+    heartbeat: AgentHeartbeat | None = None
+    slots: dict[int, Slot] = field(default_factory=dict)
+    queue: LoadQueue = field(default_factory=LoadQueue)
+    bandwidths: dict[Tier, BandwidthRecord] = field(default_factory=dict)
+    instances: dict[str, None] = field(default_factory=dict)
+    residency: dict[tuple[str, str], Tier] = field(default_factory=dict)
+    view: ServerView | None = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The largest model that could be here: it passes through the SSD and stays in the pool."""
+        if self.heartbeat is None:
+            return 0
+        return min(self.heartbeat.pool_size_bytes, self.heartbeat.ssd_size_bytes)
+
+    def bandwidth(self, tier: Tier) -> BandwidthRecord:
+        """What is known of a tier, be it only a prior."""
+        return self.bandwidths.get(tier) or prior(self.server_id, tier, self.probe_bytes_per_s)
+
+    @property
+    def probe_bytes_per_s(self) -> float:
+        return 0.0 if self.heartbeat is None else self.heartbeat.probe_bandwidth_bytes_per_s
+
+    def hear(self, heartbeat: AgentHeartbeat) -> None:
+        """Take over what the agent says of itself: it is the truth about its tiers."""
+        self.heartbeat = heartbeat
+        residency: dict[tuple[str, str], Tier] = {}
+        for resident in heartbeat.resident:
+            key = (resident.model_id, resident.checkpoint_digest)
+            if resident.tier is Tier.DRAM or key not in residency:
+                residency[key] = resident.tier
+        self.residency = residency
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Router:
+    """A router; `epoch` 0 while only its requests were heard. `counted` are the instances it says it uses."""
+
+    router_id: str
+    seen_s: float
+    epoch: int = 0
+    counted: dict[str, None] = field(default_factory=dict)

@@ -1,0 +1,232 @@
+"""Owns the requests that wait for an instance: who may, who is next, what they are told, when they give up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from whimbrel.wire.codec import error_reply
+from whimbrel.wire.errors import ModelNotFound, ModelTooLarge, QueueFull, Unavailable
+from whimbrel.wire.messages import (
+    CancelPlacement,
+    ErrorReply,
+    ModelState,
+    PlacementFailed,
+    PlaceModel,
+    PlaceModelReply,
+    Stages,
+    Tier,
+    WaitStage,
+)
+from whimbrel.wire.records import InstanceState
+
+from services.scheduler.core import commands, lifecycle
+from services.scheduler.core.instances import Instance
+from services.scheduler.core.models import Model, Reservation, Waiter
+from services.scheduler.core.placement import NeverFits, Placement, Task, choose
+from services.scheduler.core.ready import ToRouter
+from services.scheduler.core.servers import Router
+from services.scheduler.core.settings import PROMISE_S
+from services.scheduler.core.step import Question, Step
+
+
+def on_place_model(step: Step, message: PlaceModel, reply_to: str | None) -> None:
+    """A request needs an instance. With one that is ready, it has its route in this very step."""
+    model = servable_model(step, message.model_id)
+    step.cluster.routers.setdefault(
+        message.router_id, Router(router_id=message.router_id, seen_s=step.now)
+    ).seen_s = step.now
+    instance = step.cluster.ready_instance(model)
+    if instance is not None:
+        step.answer(reply_to, _promise(step, instance, message.request_id))
+        return
+    _add_waiter(step, model, message)
+    step.wanted[model.model_id] = None
+    step.questions.append(Question(request_id=message.request_id, model_id=model.model_id, reply_to=reply_to))
+
+
+def on_cancel_placement(step: Step, message: CancelPlacement, reply_to: str | None) -> None:
+    """The request needs nothing any more. A load that runs for it goes on: its bytes are worth having."""
+    model = step.cluster.models.get(message.model_id)
+    if model is None:
+        return
+    remove_waiter(step, model, message.request_id)
+    for instance in step.cluster.instances_of(model):
+        keep_promise(step, instance, message.request_id)
+
+
+def servable_model(step: Step, model_id: str) -> Model:
+    """The model, when requests may be placed; raises ModelNotFound or Unavailable."""
+    model = step.cluster.models.get(model_id)
+    if model is None or model.record.state in (ModelState.FAILED, ModelState.DELETING):
+        raise ModelNotFound(model_id=model_id)
+    if not model.is_servable:
+        raise Unavailable(what=f"model {model_id!r} (it is still being imported)", retry_after_s=5)
+    return model
+
+
+def keep_promise(step: Step, instance: Instance, request_id: str) -> None:
+    """The request that was given this instance's route reached it, or will not come."""
+    if instance.promised.pop(request_id, None) is not None:
+        instance.idle_since_s = max(instance.idle_since_s, step.now)
+        step.cluster.touch(instance.record.server_id)
+
+
+def remove_waiter(step: Step, model: Model, request_id: str) -> None:
+    """Without anybody who waits, a model holds no slot for itself."""
+    if model.waiters.pop(request_id, None) is None:
+        return
+    step.cluster.waiting_requests -= 1
+    if not model.waiters:
+        step.cluster.release(model.model_id)
+        model.forgive()
+
+
+def expire(step: Step) -> None:
+    """Waiters whose router stopped repeating them are gone."""
+    oldest_s = step.now - step.settings.waiter_silent_s
+    for model in step.cluster.models.values():
+        for waiter in list(model.waiters.values()):
+            if waiter.repeated_s < oldest_s:
+                remove_waiter(step, model, waiter.request_id)
+
+
+def fail_waiters(step: Step, model: Model, error: ErrorReply) -> None:
+    """Nobody who waits for this model now will get an instance; later requests may try again."""
+    requests: dict[str, list[str]] = {}
+    for waiter in model.waiters.values():
+        requests.setdefault(waiter.router_id, []).append(waiter.request_id)
+        step.failed[waiter.request_id] = error
+    for router_id, request_ids in requests.items():
+        failed = PlacementFailed(model_id=model.model_id, request_ids=tuple(request_ids), error=error)
+        step.send(ToRouter(router_id=router_id), failed)
+    for waiter in list(model.waiters.values()):
+        remove_waiter(step, model, waiter.request_id)
+
+
+def settle(step: Step) -> None:
+    """The end of a step: place whom can be placed, in the order of arrival, and answer who asked."""
+    is_open = True
+    for model in _due(step):
+        if is_open or model.model_id in step.wanted:
+            is_placed = _place(step, model)
+            is_open = is_open and (not is_placed or step.cluster.has_open_slot())
+    for question in step.questions:
+        step.answer(question.reply_to, _tell_waiting(step, question))
+
+
+def _due(step: Step) -> list[Model]:
+    """Models to try now, in order: those whose slot became free, then, when a slot was released, all that wait by
+    age, else only those somebody new waits for."""
+    cluster = step.cluster
+    fulfilled = [k for k, reservation in cluster.reservations.items() if not reservation.waiting_for]
+    for model_id in fulfilled:
+        cluster.release(model_id)
+    others = step.wanted.keys()
+    if cluster.is_released and cluster.waiting_requests and cluster.has_open_slot():
+        others = {k: None for k, model in cluster.models.items() if model.waiters}.keys()
+    cluster.is_released = False
+    return [*_by_age(step, fulfilled), *_by_age(step, others - set(fulfilled))]
+
+
+def _by_age(step: Step, model_ids: Iterable[str]) -> list[Model]:
+    models = (step.cluster.models.get(model_id) for model_id in model_ids)
+    return sorted(
+        (model for model in models if model is not None), key=lambda model: (model.oldest_wait_s, model.model_id)
+    )
+
+
+def _place(step: Step, model: Model) -> bool:
+    """Whether the model needed an instance and has, or will soon have, a slot for it."""
+    cluster = step.cluster
+    if not model.waiters or not model.is_servable or cluster.standing_instance(model) is not None:
+        return False
+    reservation = cluster.reservations.get(model.model_id)
+    if reservation is not None and not reservation.is_drain:
+        return False
+    task = Task(
+        model_id=model.model_id,
+        checkpoint_digest=model.record.checkpoint_digest,
+        size_bytes=model.record.size_bytes,
+        avoid=model.avoid,
+    )
+    decision = choose(cluster.snapshot(step.now), task, step.now)
+    step.decide(decision)
+    if isinstance(decision, NeverFits):
+        need_bytes, capacity_bytes = decision.need_bytes, decision.capacity_bytes
+        error = ModelTooLarge(model_id=model.model_id, need_bytes=need_bytes, capacity_bytes=capacity_bytes)
+        fail_waiters(step, model, error_reply(error))
+    if not isinstance(decision, Placement):
+        return False
+    cluster.release(model.model_id)
+    if decision.evict:
+        _evict_for(step, model, decision)
+    else:
+        lifecycle.start_load(step, model, decision)
+    return True
+
+
+def _evict_for(step: Step, model: Model, placement: Placement) -> None:
+    """Idle instances go first; the slot is kept for the model meanwhile."""
+    step.cluster.reserve(
+        Reservation(
+            model_id=model.model_id,
+            server_id=placement.server_id,
+            slot=placement.slot,
+            waiting_for=set(placement.evict),
+            is_drain=False,
+        )
+    )
+    for instance_id in placement.evict:
+        lifecycle.evict(step, step.cluster.instances[instance_id])
+
+
+def _add_waiter(step: Step, model: Model, message: PlaceModel) -> None:
+    since_s = step.now - message.waited_s
+    known = model.waiters.get(message.request_id)
+    if known is not None:
+        known.repeated_s = step.now
+        known.since_s = min(known.since_s, since_s)
+        return
+    settings = step.settings
+    if len(model.waiters) >= settings.waiting_per_model_max:
+        raise QueueFull(
+            queue=f"model {model.model_id!r}",
+            limit=settings.waiting_per_model_max,
+            retry_after_s=max(1, math.ceil(_remaining_s(step, model) or settings.fair_wait_s)),
+        )
+    if step.cluster.waiting_requests >= settings.waiting_max:
+        raise QueueFull(queue="the cluster", limit=settings.waiting_max)
+    step.cluster.waiting_requests += 1
+    model.waiters[message.request_id] = Waiter(
+        request_id=message.request_id, router_id=message.router_id, since_s=since_s, repeated_s=step.now
+    )
+
+
+def _promise(step: Step, instance: Instance, request_id: str) -> PlaceModelReply:
+    """The route, held for this request until it arrives. Who did not wait for the load had a warm start."""
+    added = commands.route_added(instance)
+    is_warm = request_id not in instance.promised
+    instance.promised[request_id] = step.now + PROMISE_S
+    step.cluster.touch(instance.record.server_id)
+    return PlaceModelReply(route=added.route, stages=Stages(tier=Tier.GPU) if is_warm else added.stages)
+
+
+def _tell_waiting(step: Step, question: Question) -> PlaceModelReply | ErrorReply:
+    if question.request_id in step.failed:
+        return step.failed[question.request_id]
+    model = step.cluster.models[question.model_id]
+    instance = step.cluster.standing_instance(model)
+    if instance is None or instance.state is InstanceState.UNLOADING:
+        return PlaceModelReply(waiting_for=WaitStage.DEFERRED)
+    if instance.state is InstanceState.READY:
+        return _promise(step, instance, question.request_id)
+    return PlaceModelReply(waiting_for=instance.stage, remaining_s=_remaining_s(step, model))
+
+
+def _remaining_s(step: Step, model: Model) -> float | None:
+    """What is left of the estimate of the model's load."""
+    instance = step.cluster.standing_instance(model)
+    if instance is None or instance.state is not InstanceState.LOADING:
+        return None
+    return max(0.0, instance.placed_s + instance.record.estimate_s - step.now)

@@ -1,0 +1,84 @@
+"""Owns the scheduler's metrics: what a step decided, what it cost, and how good the estimates were (E7)."""
+
+from __future__ import annotations
+
+from whimbrel.chassis import telemetry
+from whimbrel.wire.events import LoadSucceeded, LoadWasLost
+from whimbrel.wire.records import InstanceState
+
+from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.placement import Deferred, NeverFits, Placement
+from services.scheduler.core.ready import Ready
+
+# Estimate over actual, or actual over estimate: 1 is perfect, within 15 % is the target.
+RATIO_BUCKETS = (1.02, 1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
+
+STEP_S = telemetry.histogram("whimbrel_scheduler_step_seconds", "Time of one step of the controller.")
+STEP_EVENTS = telemetry.histogram(
+    "whimbrel_scheduler_step_events_count", "Events in a step.", buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500)
+)
+PLACEMENTS = telemetry.counter(
+    "whimbrel_scheduler_placements_total", "Placement decisions by outcome.", labels=("outcome",)
+)
+LOADS = telemetry.counter(
+    "whimbrel_scheduler_loads_total", "Loads that ended, by source tier and result.", labels=("tier", "result")
+)
+LOAD_S = telemetry.histogram(
+    "whimbrel_scheduler_load_seconds", "From the decision to an instance that is ready.", labels=("tier",)
+)
+ESTIMATE_ERROR_S = telemetry.histogram(
+    "whimbrel_scheduler_estimate_error_seconds", "Absolute difference of estimate and actual.", labels=("tier",)
+)
+ESTIMATE_ERROR_RATIO = telemetry.histogram(
+    "whimbrel_scheduler_estimate_error_ratio",
+    "The larger of estimate and actual over the smaller.",
+    labels=("tier",),
+    buckets=RATIO_BUCKETS,
+)
+WAITING = telemetry.gauge("whimbrel_scheduler_waiting_requests", "Requests that wait for an instance.")
+INSTANCES = telemetry.gauge("whimbrel_scheduler_instances_count", "Instances by state.", labels=("state",))
+SERVERS = telemetry.gauge("whimbrel_scheduler_live_servers_count", "Servers whose storage agent is heard.")
+UNHEARD = telemetry.counter(
+    "whimbrel_scheduler_unsent_messages_total", "Messages that could not be sent; all are repeated if needed."
+)
+
+
+def observe(ready: Ready, *, step_s: float, events: int) -> None:
+    """What one step did."""
+    STEP_S.observe(step_s)
+    STEP_EVENTS.observe(events)
+    for decision in ready.decisions:
+        match decision:
+            case Placement(evict=()):
+                PLACEMENTS.labels("placed").inc()
+            case Placement():
+                PLACEMENTS.labels("evicts").inc()
+            case Deferred():
+                PLACEMENTS.labels("deferred").inc()
+            case NeverFits():
+                PLACEMENTS.labels("never_fits").inc()
+    for event in ready.events:
+        if isinstance(event, LoadSucceeded):
+            _observe_load(event)
+        elif isinstance(event, LoadWasLost):
+            LOADS.labels("", event.code).inc()
+
+
+def observe_cluster(cluster: Cluster) -> None:
+    """What there is now."""
+    WAITING.set(cluster.waiting_requests)
+    SERVERS.set(len(cluster.live_servers()))
+    counts = dict.fromkeys(InstanceState, 0)
+    for instance in cluster.instances.values():
+        counts[instance.state] += 1
+    for state, count in counts.items():
+        INSTANCES.labels(state.value).set(count)
+
+
+def _observe_load(event: LoadSucceeded) -> None:
+    LOADS.labels(event.source_tier, "ready").inc()
+    LOAD_S.labels(event.source_tier).observe(event.observed_s)
+    ESTIMATE_ERROR_S.labels(event.source_tier).observe(abs(event.observed_s - event.estimate_s))
+    smaller, larger = sorted((event.observed_s, event.estimate_s))
+    if smaller > 0.0:
+        ESTIMATE_ERROR_RATIO.labels(event.source_tier).observe(larger / smaller)

@@ -1,0 +1,343 @@
+"""The scheduler's shell on in-memory twins of bus and store: durable first, then spoken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from whimbrel.chassis.bus import Received
+from whimbrel.chassis.config import ConfigError, from_env
+from whimbrel.chassis.service import serve
+from whimbrel.chassis.testing import InMemoryBus, InMemoryData, InMemoryHub, InMemoryStore
+from whimbrel.wire.errors import Conflict, InstanceGone, ModelNotFound, PayloadTooLarge, StaleEpoch, WhimbrelError
+from whimbrel.wire.events import InstanceStarted, SchedulerStarted
+from whimbrel.wire.messages import (
+    Ack,
+    AgentHeartbeat,
+    GetModels,
+    GetModelsReply,
+    GetRoutes,
+    InferenceFinished,
+    InferenceStarted,
+    InstanceBecameReady,
+    InstanceEnded,
+    LoadFinished,
+    LoadModel,
+    Message,
+    PlaceModel,
+    PlaceModelReply,
+    PrepareInstance,
+    RouteAdded,
+    SchedulerHeartbeat,
+    Tier,
+    UnloadInstance,
+    WaitStage,
+    WorkerHeartbeat,
+    WorkerState,
+)
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.recovery import take_over
+from services.scheduler.service import SchedulerService
+from tests.unit.scheduler.toys import GB, a_model_record
+
+WAIT_S_MAX = 5.0
+
+
+class Peer:
+    """Everybody else, played by one bus: agent s0, worker s0/0, router r0."""
+
+    def __init__(self, bus: InMemoryBus) -> None:
+        self.bus = bus
+        self.heard: asyncio.Queue[Message] = asyncio.Queue()
+        self.refusal: WhimbrelError | None = None
+
+    async def listen(self) -> None:
+        subjects = self.bus.subjects
+        patterns = (
+            subjects.all_to_agent("s0"),
+            subjects.all_to_worker("s0", 0),
+            subjects.all_to_router("r0"),
+            subjects.all_heartbeats("scheduler"),
+        )
+        for pattern in patterns:
+            await self.bus.subscribe(pattern, self.on_message)
+
+    async def on_message(self, received: Received) -> None:
+        await self.heard.put(received.message)
+        if isinstance(received.message, UnloadInstance):
+            if self.refusal is not None:
+                raise self.refusal
+            await self.bus.reply(received.reply_to, Ack())
+
+    async def hear(self, kind: type[Message], when: Callable[[Message], bool] = lambda message: True) -> Message:
+        async with asyncio.timeout(WAIT_S_MAX):
+            while True:
+                message = await self.heard.get()
+                if isinstance(message, kind) and when(message):
+                    return message
+
+    async def say(self, message: Message) -> None:
+        await self.bus.publish(self.bus.subjects.to_scheduler(message), message)
+
+    async def ask(self, message: Message) -> Message:
+        return await self.bus.request(self.bus.subjects.to_scheduler(message), message, WAIT_S_MAX)
+
+    async def beat(self, *, state: WorkerState = WorkerState.EMPTY, instance_id: str | None = None) -> None:
+        agent = AgentHeartbeat(
+            server_id="s0",
+            epoch=1,
+            resident=(),
+            tasks=(),
+            jobs=(),
+            attached=(),
+            pool_size_bytes=GB,
+            pool_free_bytes=GB,
+            ssd_size_bytes=GB,
+            ssd_used_bytes=0,
+            probe_bandwidth_bytes_per_s=1e9,
+        )
+        worker = WorkerHeartbeat(
+            server_id="s0",
+            slot=0,
+            epoch=1,
+            device="cpu",
+            state=state,
+            instance_id=instance_id,
+            model_id=None if instance_id is None else "a",
+            active_requests=0,
+        )
+        for heartbeat in (agent, worker):
+            await self.bus.publish(self.bus.subjects.heartbeat(heartbeat), heartbeat)
+
+    async def place(self, request_id: str = "q1", model_id: str = "a") -> PlaceModelReply:
+        reply = await self.ask(PlaceModel(request_id=request_id, model_id=model_id, router_id="r0", waited_s=0.0))
+        assert isinstance(reply, PlaceModelReply)
+        return reply
+
+    async def run(self, request_id: str, instance_id: str) -> None:
+        """A request starts and ends."""
+        common = {"request_id": request_id, "router_id": "r0", "instance_id": instance_id, "model_id": "a"}
+        await self.say(InferenceStarted(**common, prompt_tokens=1))
+        await self.say(InferenceFinished(**common, prompt_tokens=1, output_tokens=1, duration_s=0.1, token_s=0.1))
+
+    async def load(self, load: LoadModel) -> None:
+        """What agent and worker say when a load ends well."""
+        common = {"instance_id": load.instance_id, "model_id": load.model_id, "server_id": "s0"}
+        ready = InstanceBecameReady(**common, slot=0, worker_epoch=1, skeleton_s=0.0, bind_s=0.0)
+        finished = LoadFinished(**common, task_id=load.task_id, source_tier=Tier.REMOTE, queue_s=0.0, reports=())
+        await self.say(finished)
+        await self.say(ready)
+
+
+class Bench:
+    """A scheduler that runs, and its peer."""
+
+    def __init__(self) -> None:
+        self.hub = InMemoryHub()
+        self.data = InMemoryData()
+        self.peer = Peer(self.hub.bus(name="peer"))
+
+    @asynccontextmanager
+    async def scheduler(self, scheduler_id: str = "scheduler-0") -> AsyncIterator[SchedulerService]:
+        config = SchedulerConfig(scheduler_id=scheduler_id)
+        store = InMemoryStore(self.data)
+        service = SchedulerService(config, bus=self.hub.bus(name=scheduler_id), store=store)
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(serve(service, stop))
+            await self.peer.hear(SchedulerHeartbeat)
+            await self.peer.beat()
+            try:
+                yield service
+            finally:
+                stop.set()
+                await asyncio.wait([serving])
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    await bench.peer.listen()
+    store = InMemoryStore(bench.data)
+    await store.open()
+    await store.append([a_model_record("a"), a_model_record("b")])
+    yield bench
+    await bench.peer.bus.drain()
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S_MAX):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.005)
+
+
+async def test_a_cold_request_goes_through_the_bus_and_its_steps_through_the_store(bench: Bench) -> None:
+    """P1, R1"""
+    async with bench.scheduler() as service:
+        assert service.readiness() is None
+        reply = await bench.peer.place()
+        assert reply.waiting_for is WaitStage.QUEUED
+        load = await bench.peer.hear(LoadModel)
+        assert isinstance(load, LoadModel)
+        await bench.peer.hear(PrepareInstance)
+        assert list(bench.data.tables["instances"]) == [load.instance_id], "recorded before it is spoken"
+        await bench.peer.load(load)
+        added = await bench.peer.hear(RouteAdded)
+        assert isinstance(added, RouteAdded)
+        assert (await bench.peer.place("q2")).route == added.route
+    kinds = [type(event) for event in bench.hub.events]
+    assert kinds[0] is SchedulerStarted
+    assert InstanceStarted in kinds
+
+
+async def test_nothing_is_said_before_it_is_durable(bench: Bench) -> None:
+    """P1: while the store is away the scheduler is silent; then it goes on where it was."""
+    async with bench.scheduler() as service:
+        await bench.peer.ask(GetRoutes(router_id="r0"))
+        bench.data.is_up = False
+        asking = asyncio.create_task(bench.peer.place())
+        await settled(lambda: service.readiness() is not None)
+        assert service.readiness() == "the store is away"
+        assert not asking.done()
+        assert not [m for m in bench.peer.heard._queue if isinstance(m, LoadModel)]  # type: ignore[attr-defined]
+        bench.data.is_up = True
+        assert (await asking).waiting_for is WaitStage.QUEUED
+        await bench.peer.hear(LoadModel)
+        assert service.readiness() is None
+
+
+async def test_a_scheduler_whose_place_was_taken_stops(bench: Bench) -> None:
+    """P2: two never write."""
+    service = SchedulerService(
+        SchedulerConfig(), bus=bench.hub.bus(name="scheduler-0"), store=InMemoryStore(bench.data)
+    )
+    serving = asyncio.create_task(serve(service, asyncio.Event()))
+    await bench.peer.hear(SchedulerHeartbeat)
+    await bench.peer.beat()
+    await InMemoryStore(bench.data).open()
+    message = PlaceModel(request_id="q1", model_id="a", router_id="r0", waited_s=0.0)
+    await bench.peer.say(message)
+    with pytest.raises(ExceptionGroup) as failure:
+        await serving
+    assert failure.group_contains(StaleEpoch)
+    assert bench.data.tables["instances"] == {}
+
+
+async def test_the_next_life_knows_what_the_last_one_recorded(bench: Bench) -> None:
+    """P2"""
+    async with bench.scheduler():
+        await bench.peer.place()
+        load = await bench.peer.hear(LoadModel)
+        assert isinstance(load, LoadModel)
+    async with bench.scheduler():
+        again = await bench.peer.hear(LoadModel)
+        assert isinstance(again, LoadModel)
+        assert (again.task_id, again.instance_id) == (load.task_id, load.instance_id)
+        assert again.scheduler_epoch > load.scheduler_epoch
+        await bench.peer.load(load)
+        await settled(lambda: any(isinstance(event, InstanceStarted) for event in bench.hub.events))
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["refused", "done"])
+async def test_an_unload_is_asked_for_and_a_refusal_is_heard(bench: Bench, is_busy: bool) -> None:
+    async with bench.scheduler():
+        await bench.peer.place()
+        load = await bench.peer.hear(LoadModel)
+        assert isinstance(load, LoadModel)
+        await bench.peer.load(load)
+        await bench.peer.hear(RouteAdded)
+        await bench.peer.run("q1", load.instance_id)
+        bench.peer.refusal = Conflict(reason="the instance is busy") if is_busy else None
+        await bench.peer.place("q2", "b")
+        await bench.peer.hear(UnloadInstance)
+        if is_busy:
+            await bench.peer.hear(RouteAdded)
+            assert (await bench.peer.place("q3")).route is not None, "the instance stays"
+        else:
+            ended = InstanceEnded(instance_id=load.instance_id, model_id="a", server_id="s0", slot=0)
+            await bench.peer.say(ended)
+            other = await bench.peer.hear(LoadModel, lambda m: isinstance(m, LoadModel) and m.model_id == "b")
+            assert isinstance(other, LoadModel)
+
+
+async def test_an_unload_that_fails_otherwise_is_left_to_reconciliation(bench: Bench) -> None:
+    async with bench.scheduler():
+        bench.peer.refusal = InstanceGone(instance_id="stray")
+        await bench.peer.beat(state=WorkerState.READY, instance_id="stray")
+        await bench.peer.hear(UnloadInstance)
+        await bench.peer.beat()
+        await bench.peer.place()
+        await bench.peer.hear(LoadModel)
+
+
+async def test_errors_come_back_as_their_class(bench: Bench) -> None:
+    async with bench.scheduler():
+        with pytest.raises(ModelNotFound):
+            await bench.peer.place("q1", "unknown")
+
+
+async def test_an_answer_that_is_too_large_is_a_typed_error(bench: Bench) -> None:
+    async with bench.scheduler():
+        bench.hub.max_payload_bytes = 300
+        with pytest.raises(PayloadTooLarge):
+            await bench.peer.ask(GetModels())
+        bench.hub.max_payload_bytes = 1_000_000
+        assert isinstance(await bench.peer.ask(GetModels()), GetModelsReply)
+
+
+async def test_readiness_is_red_while_the_bus_is_away_or_somebody_waits_too_long(bench: Bench) -> None:
+    config = SchedulerConfig(wait_s_max=0.0)
+    service = SchedulerService(config, bus=bench.hub.bus(name="s"), store=InMemoryStore(bench.data))
+    assert service.readiness() == "the state is not loaded yet"
+    stop = asyncio.Event()
+    serving = asyncio.create_task(serve(service, stop))
+    await bench.peer.hear(SchedulerHeartbeat)
+    bench.hub.go_down()
+    assert service.readiness() == "NATS is away"
+    bench.hub.come_back()
+    await bench.peer.place()
+    await asyncio.sleep(0.01)
+    assert "a request has waited" in (service.readiness() or "")
+    stop.set()
+    await serving
+
+
+async def test_time_that_passes_while_it_stops_is_no_trouble(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.scheduler.service.TICK_S", 0.0)
+    bus = bench.hub.bus(name="s")
+    service = SchedulerService(SchedulerConfig(), bus=bus, store=InMemoryStore(bench.data))
+    async with asyncio.TaskGroup() as group:
+        ticking = asyncio.create_task(_run_in_group(service))
+        await bench.peer.hear(SchedulerHeartbeat)
+        await service.drain()
+        await asyncio.sleep(0.01)
+        assert not ticking.done(), "ticks go on, unheard"
+        ticking.cancel()
+        group.create_task(service.close())
+
+
+async def _run_in_group(service: SchedulerService) -> None:
+    async with asyncio.TaskGroup() as group:
+        await service.start(group)
+
+
+async def test_taking_over_waits_for_the_store() -> None:
+    data = InMemoryData(is_up=False)
+    taking = asyncio.create_task(take_over(InMemoryStore(data)))
+    await asyncio.sleep(0.1)
+    assert not taking.done()
+    data.is_up = True
+    recovered = await asyncio.wait_for(taking, WAIT_S_MAX)
+    assert (recovered.epoch, recovered.records) == (1, ())
+
+
+def test_configuration_comes_from_the_environment_and_names_what_is_wrong() -> None:
+    config = from_env(SchedulerConfig, {"WB_KEEP_ALIVE_S": "7.5", "WB_FAIR_WAIT_S": "1", "WB_SCHEDULER_ID": "x"})
+    assert (config.settings().keep_alive_s, config.settings().fair_wait_s) == (7.5, 1.0)
+    with pytest.raises(ConfigError, match="WB_SCHEDULER_ID"):
+        from_env(SchedulerConfig, {"WB_SCHEDULER_ID": "a.b"})
+    with pytest.raises(ConfigError, match="WB_KEEP_ALIVE_S"):
+        from_env(SchedulerConfig, {"WB_KEEP_ALIVE_S": "-1"})

@@ -1,0 +1,1 @@
+"""What the storage agent decides: pure, synchronous, driven by its shell."""

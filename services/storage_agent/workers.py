@@ -1,0 +1,56 @@
+"""Owns how the agent speaks to the workers of its server: patiently when one is away, briefly when it has to let go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+from whimbrel.chassis.bus import Bus
+from whimbrel.wire.errors import Unavailable, WhimbrelError
+from whimbrel.wire.messages import ActivateInstance, AttachInstance, DetachInstance
+
+log = structlog.get_logger()
+
+# A worker answers in milliseconds; one that does not is asked again, because attaching twice is attaching once.
+ANSWER_S_MAX = 10.0
+# Between two tries to reach a worker that is away: it takes seconds to start.
+RETRY_S = 1.0
+# A worker that is well lets go at once; one that is not is noticed by its lease, not by waiting for it.
+DETACH_S_MAX = 2.0
+
+
+class Workers:
+    """The workers of one server, by slot. `away_s_max` is how long one may stay away while it is needed."""
+
+    def __init__(
+        self, bus: Bus, *, server_id: str, away_s_max: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bus = bus
+        self._server_id = server_id
+        self._away_s_max = away_s_max
+        self._clock = clock
+
+    async def ask(self, slot: int, message: AttachInstance | ActivateInstance) -> None:
+        """Until the worker has answered; raises its refusal, and Unavailable when it stays away too long."""
+        subject = self._bus.subjects.to_worker(self._server_id, slot, message)
+        deadline_s = self._clock() + self._away_s_max
+        while True:
+            try:
+                await self._bus.request(subject, message, timeout_s=min(ANSWER_S_MAX, self._away_s_max))
+                return
+            except Unavailable as error:
+                if self._clock() + RETRY_S >= deadline_s:
+                    worker = f"worker {self._server_id}/{slot}, asked for {self._away_s_max:g} s,"
+                    raise Unavailable(what=worker) from error
+            await asyncio.sleep(RETRY_S)
+
+    async def detach(self, slot: int, instance_id: str) -> None:
+        """Tell a worker to let go; whether it did is what its lease says."""
+        message = DetachInstance(instance_id=instance_id)
+        subject = self._bus.subjects.to_worker(self._server_id, slot, message)
+        try:
+            await self._bus.request(subject, message, timeout_s=DETACH_S_MAX)
+        except WhimbrelError as error:
+            log.info("detach_unanswered", instance_id=instance_id, code=error.code)

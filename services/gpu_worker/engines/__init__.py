@@ -1,0 +1,1 @@
+"""What runs a model: a real engine, and a deterministic one for tests."""

@@ -1,0 +1,74 @@
+"""Owns what the worker expects of an engine, and the error by which one says that a model is not for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ckptio import Index, Mapping
+
+    from services.gpu_worker.core.sequence import Sequence
+
+
+class EngineError(Exception):
+    """This model or this input cannot be computed; the text says why and what to do."""
+
+
+class Precision(StrEnum):
+    """In what models are computed.
+
+    `AUTO`: the checkpoint's own dtype, whose bytes are used where they are; where the processor has no 16-bit matrix
+    instructions, prefill is computed in float32 from the same bytes. `BFLOAT16`: torch's own, whatever it costs.
+    `FLOAT32`: weights are widened once, when the model is activated, which costs time and twice the memory of 16-bit
+    weights; greedy answers are then the same however a request was split into prefill and decode.
+    """
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a model can take."""
+
+    context_tokens: int
+    vocabulary_size: int
+
+
+class Engine(Protocol):
+    """One model at a time. Every method but `name` is called in the engine's own thread, one after another.
+
+    prepare → bind → activate → (prefill, decode, forget)* → unload; `unload` is allowed at any point, and twice.
+    """
+
+    name: str
+
+    def prewarm(self) -> None:
+        """Pay every first-time cost now, before there is a request."""
+
+    def prepare(self, model_config: bytes) -> Limits:
+        """Build the skeleton of the model that config.json describes. Raises EngineError."""
+        ...
+
+    def bind(self, index: Index, mappings: Many[Mapping]) -> None:
+        """Make the skeleton's tensors those of the mapped partitions, touching no byte of them. Raises EngineError."""
+
+    def activate(self) -> None:
+        """Every byte is in place now: do what has to read them before the first request."""
+
+    def prefill(self, sequence: Sequence, end: int) -> None:
+        """Fill the KV cache of a sequence with its tokens up to index `end`."""
+
+    def decode(self, sequence: Sequence) -> int | None:
+        """Compute all tokens that are not in the KV cache yet, and choose the next; None when the output ends here."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop the KV cache of a request, if there is one."""
+
+    def unload(self) -> None:
+        """Drop the model; afterwards no view of the mappings is left."""

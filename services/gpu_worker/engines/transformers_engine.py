@@ -1,0 +1,156 @@
+"""Owns the real engine: transformers models in PyTorch on a CPU, over weights that stay in the shared chunk pool."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING, Any
+
+import ckptio
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache
+
+from services.gpu_worker.core.sampling import choose_token
+from services.gpu_worker.engines.engine import EngineError, Limits, Precision
+from services.gpu_worker.engines.linear import make_scratch, widen_linears
+from services.gpu_worker.engines.prewarming import prewarm
+from services.gpu_worker.engines.skeletons import Skeleton, SkeletonCache
+
+if TYPE_CHECKING:
+    from ckptio import Index, Mapping
+
+    from services.gpu_worker.core.sequence import Sequence
+
+_COMPUTABLE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TransformersEngine:
+    """Runs any text generation model that transformers knows by its model type."""
+
+    name = "transformers"
+
+    def __init__(self, *, precision: Precision = Precision.AUTO, threads: int) -> None:
+        self._precision = precision
+        self._threads = threads
+        self._is_widening = precision is Precision.AUTO and not has_narrow_instructions()
+        self._scratch: Tensor | None = None
+        self._cache = SkeletonCache()
+        self._skeleton: Skeleton | None = None
+        self._dtype = torch.float32
+        self._arguments: dict[str, Any] = {}
+        self._kv_caches: dict[str, DynamicCache] = {}
+
+    def prewarm(self) -> None:
+        prewarm(self, torch.float32 if self._precision is Precision.FLOAT32 else torch.bfloat16)
+
+    def prepare(self, model_config: bytes) -> Limits:
+        assert self._skeleton is None, "one model at a time"
+        # The number of threads belongs to the thread that computes, so it is set there.
+        torch.set_num_threads(self._threads)
+        skeleton = self._cache.take(model_config)
+        if self._is_widening:
+            if self._scratch is None:
+                self._scratch = make_scratch()
+            widen_linears(skeleton.model, self._scratch)
+        self._skeleton = skeleton
+        self._arguments = _arguments(skeleton.model)
+        return skeleton.limits
+
+    def bind(self, index: Index, mappings: Many[Mapping]) -> None:
+        self.bind_views(ckptio.tensors(index, mappings), self._choose_dtype(index))
+
+    def bind_views(self, views: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """Bind tensors by name, wherever they come from; the model will be computed in `dtype`."""
+        assert self._skeleton is not None
+        self._dtype = dtype
+        self._skeleton.bind(views)
+
+    def random_views(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Random tensors, in the shapes of the prepared model."""
+        assert self._skeleton is not None
+        return {names[0]: torch.randn(slots[0].meta.shape, dtype=dtype) for names, slots in self._skeleton.tensors}
+
+    def activate(self) -> None:
+        assert self._skeleton is not None
+        self._skeleton.replace(self._convert)
+
+    def prefill(self, sequence: Sequence, end: int) -> None:
+        self._compute(sequence, end)
+
+    def decode(self, sequence: Sequence) -> int | None:
+        logits = self._compute(sequence, len(sequence.tokens))
+        token = choose_token(
+            logits,
+            sequence.request.sampling,
+            prompt=sequence.tokens[: sequence.prompt_tokens],
+            output=sequence.output,
+            position=sequence.position,
+        )
+        return None if sequence.is_stop(token) else token
+
+    def forget(self, request_id: str) -> None:
+        self._kv_caches.pop(request_id, None)
+
+    def unload(self) -> None:
+        self._kv_caches.clear()
+        skeleton, self._skeleton = self._skeleton, None
+        if skeleton is not None:
+            skeleton.unbind()
+            self._cache.give_back(skeleton)
+
+    def _choose_dtype(self, index: Index) -> torch.dtype:
+        """What most bytes of the checkpoint are, unless it is set. Raises EngineError for one nobody computes in."""
+        match self._precision:
+            case Precision.FLOAT32:
+                return torch.float32
+            case Precision.BFLOAT16:
+                return torch.bfloat16
+        sizes: Counter[str] = Counter()
+        for dtype, size_bytes in zip(index.dtype, index.size_bytes, strict=True):
+            if getattr(torch, dtype).is_floating_point:
+                sizes[dtype] += size_bytes
+        own = sizes.most_common(1)[0][0] if sizes else "float32"
+        if own == "float64":
+            return torch.float32
+        if own not in _COMPUTABLE:
+            raise EngineError(f"weights of dtype {own} cannot be computed with; convert the model to bfloat16")
+        return _COMPUTABLE[own]
+
+    def _convert(self, tensor: Tensor) -> Tensor | None:
+        """A tensor of another floating dtype than the model's, copied; all others stay where they are."""
+        if tensor.dtype == self._dtype or not tensor.is_floating_point():
+            return None
+        return tensor.to(self._dtype)
+
+    @torch.inference_mode()
+    def _compute(self, sequence: Sequence, end: int) -> NDArray[np.float32]:
+        """Run the tokens that the KV cache lacks; the logits after the last of them, shape (vocabulary size,)."""
+        assert self._skeleton is not None
+        model = self._skeleton.model
+        cache = self._kv_caches.get(sequence.request_id)
+        if cache is None:
+            cache = self._kv_caches[sequence.request_id] = DynamicCache(config=model.config)
+        tokens = sequence.tokens[cache.get_seq_length() : end]
+        output = model(torch.tensor([tokens]), **{self._arguments["cache"]: cache}, **self._arguments["fixed"])
+        logits: NDArray[np.float32] = output.logits[0, -1].float().numpy()
+        return logits
+
+
+def has_narrow_instructions() -> bool:
+    """Whether this processor multiplies bfloat16 matrices in hardware."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+
+
+def _arguments(model: Any) -> dict[str, Any]:
+    """What to pass to this model's forward besides the tokens; names differ between models and versions."""
+    names = inspect.signature(type(model).forward).parameters
+    fixed: dict[str, Any] = {"use_cache": True}
+    if "logits_to_keep" in names:
+        # The logits of a whole prompt would be the largest tensor of all, and only the last ones are asked for.
+        fixed["logits_to_keep"] = 1
+    return {"cache": "cache" if "cache" in names else "past_key_values", "fixed": fixed}

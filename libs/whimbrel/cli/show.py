@@ -1,0 +1,87 @@
+"""Owns how the command line shows things: tables for people, lines for events, a bar for imports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from whimbrel.client import AdminClient, Received
+from whimbrel.client.admin import Answer
+
+
+def size(size_bytes: float) -> str:
+    """Bytes for people, in decimal units as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit in ("B", "kB", "MB") else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"
+
+
+async def follow_import(
+    client: AdminClient, job_id: str, model: str, console: Console, *, quiet: bool
+) -> dict[str, Any]:
+    """Show an import's progress until it ends; returns its last status. Raises ApiError when it failed."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    status: dict[str, Any] = {}
+    with Progress(*columns, console=console, disable=quiet) as progress:
+        task = progress.add_task(f"{model}: queued", total=None)
+        async for status in client.follow_job(job_id):
+            progress.update(
+                task,
+                description=f"{model}: {status['stage']}",
+                completed=status["done_bytes"],
+                total=status["total_bytes"] or None,
+            )
+    return status
+
+
+def models_table(models: list[dict[str, Any]]) -> Table:
+    table = Table("model", "state", "size", "parameters", "instances", "resident in")
+    for model in models:
+        residency = ", ".join(f"{server}: {tier}" for server, tier in sorted(model["residency"].items()))
+        parameters = f"{model['parameter_count'] / 1e6:.0f} M" if model["parameter_count"] else "-"
+        table.add_row(
+            model["model"], model["state"], size(model["size_bytes"]), parameters,
+            ", ".join(model["instances"]) or "-", residency or "repository only",
+        )  # fmt: skip
+    return table
+
+
+def cluster_table(cluster: dict[str, Any]) -> RenderableType:
+    table = Table("server", "slot", "device", "state", "model", "requests", "in DRAM", "pool used", "loading")
+    for server in cluster["servers"]:
+        dram = ", ".join(entry["model_id"] for entry in server["resident"] if entry["tier"] == "dram") or "-"
+        used = server["pool_size_bytes"] - server["pool_free_bytes"]
+        pool = f"{size(used)} of {size(server['pool_size_bytes'])}"
+        for slot in server["slots"]:
+            state = slot["state"] if slot["is_alive"] and server["is_alive"] else "lost"
+            table.add_row(
+                server["server_id"], str(slot["slot"]), slot["device"], state, slot["model_id"] or "-",
+                str(slot["active_requests"]), dram, pool, str(len(server["tasks"])),
+            )  # fmt: skip
+        if not server["slots"]:
+            table.add_row(server["server_id"], "-", "-", "no worker", "-", "0", dram, pool, str(len(server["tasks"])))
+    waiting = f"{cluster['waiting_requests']} requests wait; {len(cluster['routers'])} routers"
+    return Group(table, waiting)
+
+
+def answer_line(answer: Answer) -> str:
+    first = f"first token {answer.first_token_s:.3f} s" if answer.first_token_s is not None else "no token"
+    stages = ", ".join(f"{name} {ms:.0f} ms" for name, ms in answer.stages_ms.items())
+    return f"[{first}; from {answer.tier or '?'} on {answer.server or '?'}; {stages}]"
+
+
+def event_line(received: Received, as_json: bool) -> str:
+    envelope, data = received.envelope, msgspec.to_builtins(received.event)
+    if as_json:
+        plain = msgspec.json.decode(msgspec.json.encode(envelope))
+        return msgspec.json.encode({**plain, "sequence": received.sequence}).decode()
+    details = " ".join(f"{name}={value}" for name, value in data.items())
+    return f"{envelope.time:%H:%M:%S.%f} {envelope.type:<22} {details}"

@@ -1,0 +1,177 @@
+"""Owns the HTTP client of a cluster: catalogue, jobs, cluster state, and chat with its stage times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+DEFAULT_URL = "http://127.0.0.1:8343"
+# How often a job is asked for; progress comes from the agent at about this rate.
+JOB_POLL_S = 0.2
+# Answers of the admin API are small; only an unreachable cluster takes longer.
+ADMIN_S_MAX = 15.0
+
+JsonObject = dict[str, Any]
+
+
+class ApiError(Exception):
+    """The cluster answered with an error: its HTTP status, stable code and sentence."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(slots=True)
+class Answer:
+    """A streamed answer as the client saw it; seconds from sending the request."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    first_token_s: float | None = None
+    duration_s: float = 0.0
+    stages_ms: dict[str, float] = field(default_factory=dict)
+    tier: str = ""
+    server: str = ""
+
+
+class AdminClient:
+    """Talks to one router. Raises ApiError for what the cluster refuses, httpx.TransportError when it is not there."""
+
+    def __init__(self, url: str = DEFAULT_URL) -> None:
+        self.url = url.rstrip("/")
+        # No read limit: a cold start may take minutes, and the stream carries comments meanwhile.
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(ADMIN_S_MAX, read=None))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def deploy(self, model_id: str, source: str, keep_alive_s: float | None = None) -> JsonObject:
+        """Start importing `source` (a directory the agents can read); returns job_id, model and state."""
+        body: JsonObject = {"model": model_id, "source": source}
+        if keep_alive_s is not None:
+            body["keep_alive_s"] = keep_alive_s
+        return await self._call("POST", "/admin/models", body)
+
+    async def job(self, job_id: str) -> JsonObject:
+        return await self._call("GET", f"/admin/jobs/{quote(job_id)}")
+
+    async def follow_job(self, job_id: str) -> AsyncIterator[JsonObject]:
+        """The job's status again and again until it has ended; raises ApiError when it ended badly."""
+        while True:
+            status = await self.job(job_id)
+            yield status
+            if status["stage"] == "failed":
+                error = status.get("error") or {}
+                raise ApiError(200, error.get("code", "import_failed"), error.get("message", "the import failed"))
+            if status["stage"] == "finished":
+                return
+            await asyncio.sleep(JOB_POLL_S)
+
+    async def deploy_and_wait(self, model_id: str, source: str, keep_alive_s: float | None = None) -> JsonObject:
+        """Deploy and return the job's last status."""
+        started = await self.deploy(model_id, source, keep_alive_s)
+        return [status async for status in self.follow_job(started["job_id"])][-1]
+
+    async def delete(self, model_id: str) -> JsonObject:
+        return await self._call("DELETE", f"/admin/models/{quote(model_id)}")
+
+    async def models(self) -> list[JsonObject]:
+        answer = await self._call("GET", "/admin/models")
+        return list(answer["models"])
+
+    async def cluster(self) -> JsonObject:
+        return await self._call("GET", "/admin/cluster")
+
+    async def is_ready(self) -> bool:
+        """True when the router says that it can serve."""
+        try:
+            return (await self._http.get("/readyz", timeout=2.0)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def chat(
+        self, model_id: str, messages: list[JsonObject], answer: Answer, **options: Any
+    ) -> AsyncIterator[str]:
+        """Stream a chat; yields text as it comes and fills `answer` with text, times and stages."""
+        body = {"model": model_id, "messages": messages, "stream": True, **options}
+        sent = time.perf_counter()
+        async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise _error_of(response)
+            answer.tier = response.headers.get("x-whimbrel-tier", "")
+            answer.server = response.headers.get("x-whimbrel-server", "")
+            async for line in response.aiter_lines():
+                if line.startswith(": server-timing"):
+                    timing = line.removeprefix(": server-timing")
+                    answer.stages_ms = parse_server_timing(timing)
+                    answer.tier = parse_tier(timing) or answer.tier
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise ApiError(200, event["error"]["code"], event["error"]["message"])
+                for choice in event["choices"]:
+                    answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+                    text = choice["delta"].get("content") or ""
+                    if text:
+                        answer.first_token_s = answer.first_token_s or time.perf_counter() - sent
+                        answer.text += text
+                        yield text
+        answer.duration_s = time.perf_counter() - sent
+
+    async def ask(self, model_id: str, prompt: str, **options: Any) -> Answer:
+        """One question, streamed to its end."""
+        answer = Answer()
+        async for _ in self.chat(model_id, [{"role": "user", "content": prompt}], answer, **options):
+            pass
+        return answer
+
+    async def _call(self, method: str, path: str, body: JsonObject | None = None) -> JsonObject:
+        response = await self._http.request(method, path, json=body, timeout=ADMIN_S_MAX)
+        if response.status_code >= 400:
+            raise _error_of(response)
+        result: JsonObject = response.json()
+        return result
+
+
+def parse_server_timing(header: str) -> dict[str, float]:
+    """`queue;dur=1.5, load;dur=20` as milliseconds by stage; entries of another form are passed over."""
+    stages: dict[str, float] = {}
+    for entry in header.split(","):
+        name, _, rest = entry.strip().partition(";")
+        if rest.strip().startswith("dur="):
+            stages[name.strip()] = float(rest.strip().removeprefix("dur="))
+    return stages
+
+
+def parse_tier(header: str) -> str:
+    """The tier named by a `tier;desc=…` entry, where the bytes came from; empty when there is none."""
+    for entry in header.split(","):
+        name, _, description = entry.strip().partition(";desc=")
+        if name == "tier":
+            return description
+    return ""
+
+
+def _error_of(response: httpx.Response) -> ApiError:
+    try:
+        error = response.json()["error"]
+        return ApiError(response.status_code, error["code"] or "", error["message"])
+    except (ValueError, KeyError, TypeError):
+        return ApiError(response.status_code, "", f"HTTP {response.status_code} from {response.url}")

@@ -1,0 +1,1 @@
+"""What several test suites share: checkpoints made on the spot, and a whole cluster."""

@@ -35,6 +35,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy libs/whimbrel/wire libs/whimbrel/chassis services/*/core
+	$(BIN)/python tools/settings_docs.py --check
 	$(BIN)/codespell
 	find libs/ckptio -name '*.[ch]pp' -not -path '*/build/*' -print0 | xargs -0 -r $(BIN)/clang-format --dry-run --Werror
 

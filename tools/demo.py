@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from whimbrel.chassis.logging import configure
 from whimbrel.cli.cluster import ClusterOptions, LocalCluster
 from whimbrel.cli.show import cluster_table, follow_import, models_table
 from whimbrel.client import AdminClient, events
@@ -89,7 +90,7 @@ async def demo(models: Path, directory: Path) -> None:
         console.print("  " + ", ".join(f"{kind} ×{seen.count(kind)}" for kind in dict.fromkeys(seen)))
         promised = {"model.deployed", "load.finished", "instance.ready", "instance.unloaded", "request.finished"}
         expect(promised <= set(seen), "every step was published as an event")
-        pids = [child.pid for child in cluster.children.values()]
+        pids = [child.pid for child in cluster.children.values() if child.pid]
     expect(not any(Path(f"/proc/{pid}").exists() for pid in pids), "the cluster is stopped; no process is left")
     console.print(stage_table(answers))
 
@@ -139,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default=Path(".models"), help="made by tools/demo_models.py")
     arguments = parser.parse_args()
+    configure("warning", service="demo")
     with tempfile.TemporaryDirectory(prefix="whimbrel-demo-") as directory:
         try:
             asyncio.run(demo(arguments.models, Path(directory)))

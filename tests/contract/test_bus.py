@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
-import nats
-import nats.aio.msg
 import pytest
 from structlog.testing import capture_logs
-from whimbrel.chassis import nats_connection
-from whimbrel.chassis.bus import Bus, NatsBus, Received
-from whimbrel.chassis.config import ConfigError
-from whimbrel.chassis.event_publisher import EVENTS_LOST, EVENTS_QUEUED_MAX
-from whimbrel.chassis.nats_connection import SLOW_CONSUMER_DROPS
-from whimbrel.chassis.servers import NatsServer
+from whimbrel.chassis.bus import Received
+from whimbrel.chassis.delivery import REFUSALS
 from whimbrel.chassis.testing import InMemoryHub
 from whimbrel.wire import codec
 from whimbrel.wire.errors import (
@@ -36,12 +25,23 @@ from whimbrel.wire.errors import (
 from whimbrel.wire.events import ModelDeleted, decode_event
 from whimbrel.wire.messages import Ack, CancelLoad, DeleteModel, DeleteModelReply
 
-# Far longer than anything here takes, so that a hang fails clearly and a busy machine does not.
-PATIENCE_S = 10.0
-TIMEOUT_S = 5.0
-
-Hub = InMemoryHub | NatsServer
-MakeBus = Callable[[], Awaitable[Bus]]
+from tests.contract.buses import (
+    PATIENCE_S,
+    TIMEOUT_S,
+    Ear,
+    Hub,
+    MakeBus,
+    answering,
+    come_back,
+    connect,
+    failing,
+    go_down,
+    listen,
+    publish_bytes,
+    raw_client,
+    request_bytes,
+    until_connected,
+)
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -50,92 +50,8 @@ def hub(request: pytest.FixtureRequest) -> Hub:
 
 
 @pytest.fixture
-async def at_end() -> AsyncIterator[AsyncExitStack]:
-    """Closes what a test opened, also when it fails."""
-    async with AsyncExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def cluster() -> str:
-    return f"t{uuid.uuid4().hex[:8]}"
-
-
-async def connect(hub: Hub, at_end: AsyncExitStack, cluster: str) -> Bus:
-    if isinstance(hub, InMemoryHub):
-        bus: Bus = hub.bus(cluster)
-    else:
-        bus = await NatsBus.connect(hub.url, cluster=cluster, name="test/a")
-    at_end.push_async_callback(bus.drain)
-    return bus
-
-
-async def raw_client(server: NatsServer, at_end: AsyncExitStack) -> nats.NATS:
-    """Any NATS client of any language."""
-    client = await nats.connect(server.url)
-    at_end.push_async_callback(client.close)
-    return client
-
-
-@pytest.fixture
 def make_bus(hub: Hub, at_end: AsyncExitStack, cluster: str) -> MakeBus:
     return partial(connect, hub, at_end, cluster)
-
-
-async def publish_bytes(hub: Hub, at_end: AsyncExitStack, subject: str, data: bytes) -> None:
-    """What a peer that speaks something else would send."""
-    if isinstance(hub, InMemoryHub):
-        hub.route(subject, data, None)
-        return
-    client = await raw_client(hub, at_end)
-    await client.publish(subject, data)
-    await client.flush()
-
-
-async def request_bytes(hub: Hub, at_end: AsyncExitStack, subject: str, data: bytes) -> bytes:
-    if isinstance(hub, InMemoryHub):
-        answer = hub.answers["inbox"] = asyncio.get_running_loop().create_future()
-        hub.route(subject, data, "inbox")
-        return await asyncio.wait_for(answer, PATIENCE_S)
-    return (await (await raw_client(hub, at_end)).request(subject, data, timeout=PATIENCE_S)).data
-
-
-class Ear:
-    """A handler that remembers what it got."""
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-        self._changed = asyncio.Event()
-
-    async def __call__(self, received: Received) -> None:
-        assert isinstance(received.message, CancelLoad)
-        self.heard.append(received.message.task_id)
-        self._changed.set()
-
-    async def until(self, count: int) -> list[str]:
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.heard) < count:
-                self._changed.clear()
-                await self._changed.wait()
-        return self.heard
-
-
-def answering(bus: Bus, answer: Callable[[Received], object]) -> Callable[[Received], Awaitable[None]]:
-    """A handler that replies with what `answer` returns, and fails with what it raises."""
-
-    async def handler(received: Received) -> None:
-        reply = answer(received)
-        assert isinstance(reply, Ack | DeleteModelReply)
-        await bus.reply(received.reply_to, reply)
-
-    return handler
-
-
-def failing(error: BaseException) -> Callable[[Received], Awaitable[None]]:
-    async def handler(_received: Received) -> None:
-        raise error
-
-    return handler
 
 
 # --- publish and subscribe ---
@@ -305,6 +221,22 @@ async def test_a_handler_that_breaks_is_answered_as_internal_error_and_goes_on(
     assert await bus.request("ask", Ack(), TIMEOUT_S) == Ack()
 
 
+async def test_a_one_way_message_that_is_refused_is_counted_and_the_next_one_arrives(make_bus: MakeBus) -> None:
+    bus, ear = await make_bus(), Ear()
+
+    async def refuses_one(received: Received) -> None:
+        if received.message == CancelLoad(task_id="bad"):
+            raise ModelNotFound(model_id="ghost")
+        await ear(received)
+
+    await bus.subscribe("news", refuses_one)
+    refused_before = REFUSALS.labels(code="model_not_found")._value.get()
+    await bus.publish_all([("news", CancelLoad(task_id="bad")), ("news", CancelLoad(task_id="good"))])
+
+    assert await ear.until(1) == ["good"]
+    assert REFUSALS.labels(code="model_not_found")._value.get() == refused_before + 1
+
+
 async def test_a_request_that_nobody_listens_to_is_unavailable_at_once(make_bus: MakeBus) -> None:
     bus = await make_bus()
     subject = bus.subjects.to_scheduler(DeleteModel(model_id="m"))
@@ -444,29 +376,9 @@ async def test_draining_twice_is_harmless(make_bus: MakeBus) -> None:
 # --- away and back ---
 
 
-async def go_down(hub: Hub) -> None:
-    if isinstance(hub, InMemoryHub):
-        hub.go_down()
-    else:
-        await hub.kill()
-
-
-async def come_back(hub: Hub) -> None:
-    if isinstance(hub, InMemoryHub):
-        hub.come_back()
-    else:
-        await hub.restart()
-
-
 @pytest.fixture(params=["memory", "nats"])
 def mortal_hub(request: pytest.FixtureRequest) -> Hub:
     return InMemoryHub() if request.param == "memory" else request.getfixturevalue("own_nats_server")
-
-
-async def until_connected(bus: Bus, is_connected: bool) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while bus.is_connected is not is_connected:  # noqa: ASYNC110  the bus tells only of its returns
-            await asyncio.sleep(0.005)
 
 
 async def test_a_bus_survives_the_loss_and_the_return_of_its_server(mortal_hub: Hub, at_end: AsyncExitStack) -> None:
@@ -523,18 +435,6 @@ async def test_a_subscription_made_while_away_hears_when_the_server_is_back(
 # --- public events ---
 
 
-async def listen(server: NatsServer, at_end: AsyncExitStack, bus: Bus) -> asyncio.Queue[nats.aio.msg.Msg]:
-    """What any NATS client sees of a cluster's public events."""
-    client, heard = await raw_client(server, at_end), asyncio.Queue()
-
-    async def on_message(msg: nats.aio.msg.Msg) -> None:
-        await heard.put(msg)
-
-    await client.subscribe(bus.subjects.all_events(), cb=on_message)
-    await client.flush()
-    return heard
-
-
 async def test_a_public_event_is_told_without_waiting(make_bus: MakeBus, hub: Hub, at_end: AsyncExitStack) -> None:
     bus, event = await make_bus(), ModelDeleted(model_id="org/model.v1")
     if isinstance(hub, InMemoryHub):
@@ -572,199 +472,3 @@ async def test_public_events_are_kept_in_order_by_a_bounded_stream(
 
     assert read == events
     assert (config.max_age, config.max_bytes, config.discard) == (7 * 24 * 3600, 256 * 1024 * 1024, "old")
-
-
-async def test_the_stream_can_be_ensured_again_and_by_anybody(
-    nats_server: NatsServer, at_end: AsyncExitStack, cluster: str
-) -> None:
-    bus = await connect(nats_server, at_end, cluster)
-    client = await raw_client(nats_server, at_end)
-    await client.jetstream().add_stream(name=bus.subjects.events_stream(), subjects=[bus.subjects.all_events()])
-
-    await bus.ensure_events_stream()
-    await bus.ensure_events_stream()
-
-    config = (await client.jetstream().stream_info(bus.subjects.events_stream())).config
-    assert config.max_bytes == 256 * 1024 * 1024
-
-
-async def test_public_events_told_while_nats_is_away_are_published_once_when_it_is_back(
-    own_nats_server: NatsServer, at_end: AsyncExitStack
-) -> None:
-    bus = await connect(own_nats_server, at_end, "wb")
-    client = await raw_client(own_nats_server, at_end)
-    await bus.ensure_events_stream()
-    await bus.publish_event(ModelDeleted(model_id="before"))
-    async with asyncio.timeout(PATIENCE_S):
-        while not (await client.jsm().stream_info(bus.subjects.events_stream())).state.messages:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    await own_nats_server.kill()
-    await until_connected(bus, False)
-    for n in range(100):
-        await bus.publish_event(ModelDeleted(model_id=f"m{n}"))
-    await own_nats_server.restart()
-    await until_connected(bus, True)
-    await bus.publish_event(ModelDeleted(model_id="last"))
-
-    client = await raw_client(own_nats_server, at_end)
-    reading = await client.jetstream().subscribe(bus.subjects.events_of("model"), ordered_consumer=True)
-    read = [decode_event((await reading.next_msg(PATIENCE_S)).data)[1].model_id for _ in range(102)]
-    await bus.drain()
-
-    assert read == ["before", *(f"m{n}" for n in range(100)), "last"]
-
-
-async def test_public_events_beyond_the_queue_are_dropped_and_counted(
-    own_nats_server: NatsServer, at_end: AsyncExitStack
-) -> None:
-    bus = await connect(own_nats_server, at_end, "wb")
-    await own_nats_server.kill()
-    await until_connected(bus, False)
-    lost_before = EVENTS_LOST._value.get()
-
-    for n in range(EVENTS_QUEUED_MAX + 200):
-        await bus.publish_event(ModelDeleted(model_id=f"m{n}"))
-
-    assert EVENTS_LOST._value.get() == lost_before + 200
-
-
-# --- what only the real one can suffer ---
-
-
-async def test_connect_waits_for_a_server_that_comes_up_later(
-    own_nats_server: NatsServer, at_end: AsyncExitStack
-) -> None:
-    await own_nats_server.kill()
-    connecting = asyncio.create_task(NatsBus.connect(own_nats_server.url, cluster="wb", name="test/a"))
-    await asyncio.sleep(0.05)
-    assert not connecting.done()
-
-    await own_nats_server.restart()
-
-    bus = await asyncio.wait_for(connecting, PATIENCE_S)
-    at_end.push_async_callback(bus.drain)
-    assert bus.is_connected
-
-
-async def test_connect_can_be_cancelled_while_it_waits(own_nats_server: NatsServer, at_end: AsyncExitStack) -> None:
-    await own_nats_server.kill()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(NatsBus.connect(own_nats_server.url, cluster="wb", name="test/a"), 0.05)
-
-
-@pytest.mark.parametrize("url", ["", "127.0.0.1:4222", "http://127.0.0.1:4222", "nats://"])
-async def test_a_url_that_can_never_work_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="WB_NATS_URL"):
-        await NatsBus.connect(url, cluster="wb", name="test/a")
-
-
-async def test_a_client_that_the_server_threw_out_is_replaced(
-    own_nats_server: NatsServer, at_end: AsyncExitStack
-) -> None:
-    """The server lowers its limit and ends a connection that sends more; nats-py never reconnects after that."""
-    bus, ear, returned = await connect(own_nats_server, at_end, "wb"), Ear(), asyncio.Event()
-    bus.on_reconnect(returned.set)
-    await bus.subscribe("news", ear)
-    own_nats_server.max_payload_bytes = 1000
-    own_nats_server.configure()
-    os.kill(own_nats_server.pid, signal.SIGHUP)
-
-    async with asyncio.timeout(PATIENCE_S):
-        while not returned.is_set():  # until the server has read its configuration, it takes them
-            with contextlib.suppress(Unavailable, PayloadTooLarge):
-                await bus.publish("elsewhere", CancelLoad(task_id="x" * 2000))
-            await asyncio.sleep(0.01)
-
-    assert bus.max_payload_bytes == 1000
-    await bus.publish("news", CancelLoad(task_id="1"))
-    assert await ear.until(1) == ["1"]
-
-
-async def freeze(server: NatsServer, at_end: AsyncExitStack) -> None:
-    """As in a partition, the connection is there and nothing comes."""
-    os.kill(server.pid, signal.SIGSTOP)
-    at_end.callback(os.kill, server.pid, signal.SIGCONT)
-    async with asyncio.timeout(PATIENCE_S):
-        while any(_state(thread) != "T" for thread in Path(f"/proc/{server.pid}/task").iterdir()):  # noqa: ASYNC110  the kernel tells nobody
-            await asyncio.sleep(0.001)
-
-
-def _state(thread: Path) -> str:
-    return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
-async def test_a_flush_that_was_given_up_does_not_make_the_bus_deaf(
-    own_nats_server: NatsServer, at_end: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nats_connection, "FLUSH_S_MAX", 0.05)
-    bus, ear = await connect(own_nats_server, at_end, "wb"), Ear()
-    await bus.subscribe("news", ear)
-    await freeze(own_nats_server, at_end)
-    with pytest.raises(Unavailable):
-        await bus.flush()
-    os.kill(own_nats_server.pid, signal.SIGCONT)
-
-    await bus.publish("news", CancelLoad(task_id="1"))
-
-    assert await ear.until(1) == ["1"]
-
-
-async def test_a_connection_to_a_server_that_froze_is_given_up_and_made_again(
-    own_nats_server: NatsServer, at_end: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nats_connection, "PING_S", 0.05)
-    bus, ear, returned = await connect(own_nats_server, at_end, "wb"), Ear(), asyncio.Event()
-    bus.on_reconnect(returned.set)
-    await bus.subscribe("news", ear)
-
-    await freeze(own_nats_server, at_end)
-    await until_connected(bus, False)
-    os.kill(own_nats_server.pid, signal.SIGCONT)
-
-    await asyncio.wait_for(returned.wait(), PATIENCE_S)
-    await bus.publish("news", CancelLoad(task_id="1"))
-    assert await ear.until(1) == ["1"]
-
-
-async def test_a_frozen_server_does_not_hold_up_the_end(
-    own_nats_server: NatsServer, at_end: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for bound in ("FLUSH_S_MAX", "DRAIN_S_MAX", "CONNECT_S_MAX"):
-        monkeypatch.setattr(nats_connection, bound, 0.05)
-    bus = await connect(own_nats_server, at_end, "wb")
-    await bus.subscribe("news", Ear())
-    await freeze(own_nats_server, at_end)
-
-    await asyncio.wait_for(bus.drain(), PATIENCE_S)
-
-    connecting = [asyncio.create_task(connect(own_nats_server, at_end, "wb")) for _ in range(20)]
-    for n, task in enumerate(connecting):  # at every moment of an attempt
-        await asyncio.sleep(0.003 * n)
-        task.cancel()
-    done, _ = await asyncio.wait(connecting, timeout=PATIENCE_S)
-    assert sum(task.cancelled() for task in done) == 20
-
-
-async def test_messages_beyond_the_bound_of_a_subscription_are_dropped_and_counted(
-    own_nats_server: NatsServer, at_end: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nats_connection, "SUBSCRIPTION_MESSAGES_MAX", 10)
-    bus, heard, release = await connect(own_nats_server, at_end, "wb"), [], asyncio.Event()
-    dropped_before = SLOW_CONSUMER_DROPS._value.get()
-
-    async def slow(received: Received) -> None:
-        await release.wait()
-        heard.append(received.message.task_id)
-
-    subscription = await bus.subscribe("news", slow)
-    with capture_logs() as logs:
-        await bus.publish("news", CancelLoad(task_id="0"))
-        await bus.flush()
-        await bus.publish_all([("news", CancelLoad(task_id=str(n))) for n in range(1, 100)])
-        await bus.flush()
-    release.set()
-    await subscription.drain()
-
-    assert heard == [str(n) for n in range(11)]
-    assert SLOW_CONSUMER_DROPS._value.get() == dropped_before + 89
-    assert [entry["event"] for entry in logs] == ["nats_trouble"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -36,18 +35,6 @@ def home(request: pytest.FixtureRequest) -> Home:
 @pytest.fixture(params=["memory", "redis"])
 def mortal_home(request: pytest.FixtureRequest) -> Home:
     return InMemoryData() if request.param == "memory" else request.getfixturevalue("own_redis_server")
-
-
-@pytest.fixture
-def cluster() -> str:
-    return f"t{uuid.uuid4().hex[:8]}"
-
-
-@pytest.fixture
-async def at_end() -> AsyncIterator[AsyncExitStack]:
-    """Closes what a test opened, also when it fails."""
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 async def connect(home: Home, at_end: AsyncExitStack, cluster: str) -> Store:

@@ -13,7 +13,8 @@ from nats.aio.msg import Msg
 from whimbrel.chassis.config import ConfigError
 from whimbrel.chassis.delivery import Handler, Received, deliver, reply_of
 from whimbrel.chassis.event_publisher import EventPublisher, ensure_stream
-from whimbrel.chassis.nats_connection import TROUBLE, Connection
+from whimbrel.chassis.nats_client import TROUBLE
+from whimbrel.chassis.nats_connection import Connection
 from whimbrel.wire import codec
 from whimbrel.wire.errors import PayloadTooLarge, Unavailable
 from whimbrel.wire.events import PublicEvent

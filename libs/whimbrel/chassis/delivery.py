@@ -10,7 +10,7 @@ import structlog
 
 from whimbrel.chassis import telemetry
 from whimbrel.wire import codec
-from whimbrel.wire.errors import InternalError, ProtocolError, WhimbrelError
+from whimbrel.wire.errors import InternalError, ProtocolError, QueueFull, WhimbrelError
 from whimbrel.wire.messages import ErrorReply, Message
 
 log = structlog.get_logger()
@@ -20,6 +20,9 @@ PROTOCOL_ERRORS = telemetry.counter(
 )
 HANDLER_FAILURES = telemetry.counter(
     "whimbrel_bus_handler_failures_total", "Messages whose handler failed in a way nobody planned for."
+)
+REFUSALS = telemetry.counter(
+    "whimbrel_bus_refusals_total", "One-way messages that their handler refused with an error.", ["code"]
 )
 
 
@@ -51,7 +54,10 @@ async def deliver(
         await handler(Received(subject, message, reply_to))
     except WhimbrelError as error:
         if reply_to is None:
-            log.warning("message_refused", subject=subject, code=error.code, reason=str(error))
+            REFUSALS.labels(code=error.code).inc()
+            # A full queue refuses thousands a second: counting them is enough, writing them all down makes it worse.
+            write = log.debug if isinstance(error, QueueFull) else log.warning
+            write("message_refused", subject=subject, code=error.code, reason=str(error))
         await _answer_error(reply, reply_to, error)
     except asyncio.CancelledError:
         if _is_being_cancelled():

@@ -7,52 +7,33 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
-from urllib.parse import urlsplit
 
 import nats.errors
 import structlog
-from nats.aio.client import Client, Server
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 
 from whimbrel.chassis import telemetry
+from whimbrel.chassis.nats_client import TROUBLE, end_client, flush_client, has_given_up, open_client, without_secrets
 from whimbrel.wire.errors import Unavailable
 
 log = structlog.get_logger()
 
-# A burst of the largest messages that may wait for the socket before publishers are held up.
-PENDING_BYTES_MAX = 64 * 1024 * 1024
-# A prompt of a million tokens is 4 MB. NATS's default of 1 MiB works too, with shorter prompts; the log says so.
-PAYLOAD_BYTES_WANTED = 8 * 1024 * 1024
 # Of one subscription, when its handler is slower than its messages; then the newest are dropped and counted.
 SUBSCRIPTION_MESSAGES_MAX = 65_536
 SUBSCRIPTION_BYTES_MAX = 128 * 1024 * 1024
-# Tries are cheap for a NATS server. A lost connection is tried again at once, so that a restart is hardly felt, then
-# ever more slowly; at start, when NATS may come up together with us, at a fixed pace.
-RECONNECT_S_MIN = 0.05
-RECONNECT_S_MAX = 1.6
-CONNECT_GAP_S = 0.25
-CONNECT_S_MAX = 2
 # While NATS is away, every try fails; the log hears of it this often.
 TROUBLE_LOGGED_S = 5.0
-# A connection that answers none of three pings in a row (about 6 s) is dead, whatever the kernel says.
-PING_S = 2
-PINGS_UNANSWERED_MAX = 2
+# A server answers a flush in less than a millisecond; one that does not in this time is away.
 FLUSH_S_MAX = 2.0
-# Longer than a dead connection can go unnoticed; see `flush`.
-FLUSH_FORGOTTEN_S = 30
 # How long handlers may take to finish what had arrived before the connection ends.
 DRAIN_S_MAX = 5.0
-
 # How often the client is asked whether it has given up.
 WATCH_S = 0.25
-
 # nats-py swallows a cancellation here and there; it gives in to one of a few.
 CANCEL_S = 0.1
 CANCELS_MAX = 10
-
-# What nats-py raises when the connection is not there. RuntimeError: that is how uvloop refuses a closed socket.
-TROUBLE = (nats.errors.Error, OSError, RuntimeError)
 
 SLOW_CONSUMER_DROPS = telemetry.counter(
     "whimbrel_bus_slow_consumer_drops_total", "Messages dropped because a handler was too slow."
@@ -102,9 +83,8 @@ class Connection:
         """Returns when the server has everything published before; raises Unavailable otherwise."""
         if not self.client.is_connected:
             raise Unavailable(what="NATS")
-        # nats-py's reader fails on the answer to a flush that was given up or cancelled, and the connection is deaf
-        # from then on. So no flush is ever given up: it is left alone until its connection must be known to be dead.
-        flushing = self.spawn(_flush(self.client))
+        # Left alone, not cancelled, when it takes too long.
+        flushing = self.spawn(flush_client(self.client))
         done, _ = await asyncio.wait({flushing}, timeout=FLUSH_S_MAX)
         if not done or not flushing.result():
             raise Unavailable(what="NATS")
@@ -120,7 +100,7 @@ class Connection:
         with contextlib.suppress(Unavailable):
             await self.flush()
         self.connected.clear()
-        await _end(self.client)
+        await end_client(self.client)
         background = set(self._background)
         for _ in range(CANCELS_MAX):
             for task in background:
@@ -140,51 +120,23 @@ class Connection:
             self._subscriptions.remove(subscription)
 
     async def _connect(self) -> Client:
-        while True:
-            client = Client()
-            try:
-                await self._connect_once(client)
-                return client
-            except TROUBLE as cause:
-                await self._on_error(cause)
-                await _end(client)
-                await asyncio.sleep(CONNECT_GAP_S)
-
-    async def _connect_once(self, client: Client) -> None:
-        try:
-            await client.connect(
-                self._url,
-                name=self._name,
-                connect_timeout=CONNECT_S_MAX,
-                reconnect_time_wait=CONNECT_GAP_S,  # type: ignore[arg-type]  # any number of seconds will do
-                max_reconnect_attempts=-1,
-                reconnect_to_server_handler=_choose_server,
-                ping_interval=PING_S,
-                max_outstanding_pings=PINGS_UNANSWERED_MAX,
-                pending_size=PENDING_BYTES_MAX,
-                flush_timeout=FLUSH_S_MAX,
-                error_cb=self._on_error,
-                disconnected_cb=self._on_disconnect,
-                reconnected_cb=self._on_reconnect,
-            )
-        except asyncio.CancelledError:
-            await _end(client)
-            raise
-        log.info("nats_connected", url=_without_secrets(self._url), max_payload_bytes=client.max_payload)
-        if client.max_payload < PAYLOAD_BYTES_WANTED:
-            log.warning(
-                "nats_payload_limit_small", max_payload_bytes=client.max_payload, wanted_bytes=PAYLOAD_BYTES_WANTED
-            )
+        return await open_client(
+            self._url,
+            name=self._name,
+            on_error=self._on_error,
+            on_disconnect=self._on_disconnect,
+            on_reconnect=self._on_reconnect,
+        )
 
     async def _watch(self) -> None:
         """Replace the client when it has given up: after an error from the server, or by a failure inside it."""
         while not self._is_ending:
             await asyncio.sleep(WATCH_S)
-            if self._is_ending or not _has_given_up(self.client):
+            if self._is_ending or not has_given_up(self.client):
                 continue
-            log.warning("nats_replaced", url=_without_secrets(self._url), reason=str(self.client.last_error))
+            log.warning("nats_replaced", url=without_secrets(self._url), reason=str(self.client.last_error))
             self.connected.clear()
-            await _end(self.client)
+            await end_client(self.client)
             self.client = await self._connect()
             for subscription in list(self._subscriptions):
                 await subscription.attach(self.client)
@@ -205,17 +157,17 @@ class Connection:
         now = time.monotonic()
         if now - self._trouble_logged_at >= TROUBLE_LOGGED_S:
             self._trouble_logged_at = now
-            log.warning("nats_trouble", url=_without_secrets(self._url), reason=str(error) or type(error).__name__)
+            log.warning("nats_trouble", url=without_secrets(self._url), reason=str(error) or type(error).__name__)
 
     async def _on_disconnect(self) -> None:
         self.connected.clear()
         if not self._is_ending:
-            log.warning("nats_disconnected", url=_without_secrets(self._url))
+            log.warning("nats_disconnected", url=without_secrets(self._url))
 
     async def _on_reconnect(self) -> None:
         RECONNECTS.inc()
         self.connected.set()
-        log.info("nats_reconnected", url=_without_secrets(self._url))
+        log.info("nats_reconnected", url=without_secrets(self._url))
         for callback in self.reconnected:
             callback()
 
@@ -265,42 +217,3 @@ class ConnectionSubscription:
         done, _ = await asyncio.wait({draining}, timeout=DRAIN_S_MAX)
         if not done or draining.exception() is not None:
             log.warning("subscription_not_drained", subject=self._subject, waited_s=DRAIN_S_MAX)
-
-
-def _choose_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server, float]:
-    """The server that failed least, and how long to wait before trying it."""
-    server = min(servers, key=lambda server: server.reconnects)
-    return server, min(RECONNECT_S_MAX, RECONNECT_S_MIN * 2 ** min(server.reconnects, 10))
-
-
-async def _flush(client: Client) -> bool:
-    try:
-        await client.flush(timeout=FLUSH_FORGOTTEN_S)
-    except TROUBLE:
-        return False
-    return True
-
-
-def _has_given_up(client: Client) -> bool:
-    reconnecting = client._reconnection_task
-    return client.is_closed or (not client.is_connected and (reconnecting is None or reconnecting.done()))
-
-
-async def _end(client: Client) -> None:
-    """Close a client in whatever state it is; one that has lost its connection would fail half-way by itself."""
-    if not client.is_connected:
-        client._pending_data_size = 0
-    with contextlib.suppress(*TROUBLE):
-        await client.close()
-    # What a `close` that was cancelled half-way left open.
-    for subscription in client._subs.values():
-        subscription._stop_processing()
-    if client._transport is not None:
-        client._transport.close()
-        with contextlib.suppress(*TROUBLE):
-            await client._transport.wait_closed()
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}:{parts.port}"

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from whimbrel import __version__
+from whimbrel.chassis.logging import configure
 from whimbrel.chassis.servers import ServerFailed, ServerMissing
 from whimbrel.cli import bench as bench_command
 from whimbrel.cli import show
@@ -68,6 +69,8 @@ def run(work: Coroutine[Any, Any, T], url: str) -> T:
 
 @app.callback(invoke_without_command=True)
 def about(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    # Standard output belongs to answers: tables, or JSON for programs.
+    configure("warning", service="cli")
     if version:
         print(f"whimbrel {__version__}")
         raise typer.Exit

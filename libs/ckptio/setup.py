@@ -21,7 +21,10 @@ extension = Extension(
         f"{NATIVE}/reader.cpp",
         f"{NATIVE}/region.cpp",
     ],
-    depends=[f"{NATIVE}/{name}" for name in ("digest.hpp", "errors.hpp", "reader.hpp", "region.hpp")],
+    depends=[
+        "src/ckptio/_native.pxd",
+        *(f"{NATIVE}/{name}" for name in ("digest.hpp", "errors.hpp", "reader.hpp", "region.hpp")),
+    ],
     include_dirs=["src/ckptio"],
     language="c++",
     extra_compile_args=[

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptio
-from ckptio._native import Mapping
+from ckptio._native import Mapping, Pin
 
 CHUNK_BYTES = 65536
 
@@ -110,6 +110,8 @@ def test_a_chunk_beyond_the_pool_is_an_error_not_a_crash() -> None:
 def test_a_mapping_is_only_made_by_its_makers() -> None:
     with pytest.raises(TypeError):
         Mapping()
+    with pytest.raises(TypeError):
+        Pin(None)  # type: ignore[arg-type]
 
 
 def test_tensors_keep_their_mapping_and_give_it_back(tmp_path: Path) -> None:

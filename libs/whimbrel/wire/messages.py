@@ -199,7 +199,7 @@ class RouteState(StrEnum):
 
 
 class Route(Value, frozen=True, kw_only=True):
-    """Where an instance can be reached. `checkpoint_digest` changes when the model is deployed anew."""
+    """Where an instance can be reached."""
 
     instance_id: str
     model_id: str

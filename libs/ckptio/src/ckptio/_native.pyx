@@ -12,99 +12,6 @@ from libcpp.vector cimport vector
 cimport cython
 
 
-cdef extern from *:
-    """
-    #include <new>
-    #include "native/errors.hpp"
-    // The one translator: an errno becomes the OSError subclass that Python has for it; callers add the path.
-    static void ckptio_translate() {
-        try {
-            throw;
-        } catch (const ckptio::SystemError& error) {
-            errno = error.code();
-            PyErr_SetFromErrno(PyExc_OSError);
-        } catch (const std::bad_alloc&) {
-            PyErr_NoMemory();
-        } catch (const std::exception& error) {
-            PyErr_SetString(PyExc_RuntimeError, error.what());
-        }
-    }
-    """
-    void ckptio_translate() noexcept
-
-
-cdef extern from "<cstddef>" namespace "std" nogil:
-    ctypedef struct byte:
-        pass
-
-
-cdef extern from "native/region.hpp" namespace "ckptio" nogil:
-    cdef cppclass Region:
-        Region() noexcept
-        byte* data() noexcept
-        uint64_t size_bytes() noexcept
-        int advise_huge_pages() noexcept
-        int lock_in_memory() noexcept
-        void prefault(unsigned threads) except +ckptio_translate
-
-    Region region_shared "ckptio::Region::shared"(int descriptor, uint64_t size_bytes) except +ckptio_translate
-    Region region_anonymous "ckptio::Region::anonymous"(uint64_t size_bytes) except +ckptio_translate
-    Region region_stitched "ckptio::Region::stitched"(
-        int descriptor, uint64_t chunk_size_bytes, const vector[uint64_t]& chunk_indices, uint64_t size_bytes
-    ) except +ckptio_translate
-    uint64_t c_resident_bytes "ckptio::resident_bytes"(
-        int descriptor, uint64_t offset_bytes, uint64_t size_bytes
-    ) noexcept
-
-
-cdef extern from "native/reader.hpp" namespace "ckptio" nogil:
-    cdef cppclass CancelFlag:
-        CancelFlag(cbool value) noexcept
-        cbool load() noexcept
-        void store(cbool value) noexcept
-
-    cdef enum class Outcome(int):
-        done
-        cancelled
-        failed
-        truncated
-        corrupt
-
-    cdef struct ChunkRead:
-        byte* target
-        uint64_t offset_bytes
-        uint64_t size_bytes
-        uint64_t digest
-        cbool is_direct
-
-    cdef struct ReadRequest:
-        int buffered_descriptor
-        int direct_descriptor
-        cbool is_verified
-        vector[ChunkRead] chunks
-        shared_ptr[CancelFlag] cancel
-
-    cdef struct ReadResult:
-        Outcome outcome
-        int error
-        uint64_t chunk_index
-        uint64_t offset_bytes
-        uint64_t direct_bytes
-        uint64_t reread_chunks
-        double read_s
-        double verify_s
-
-    cdef cppclass ReadJob:
-        cbool wait(uint64_t seen_bytes, int timeout_ms) except +ckptio_translate
-        uint64_t done_bytes() noexcept
-        void cancel() noexcept
-        ReadResult result() except +ckptio_translate
-
-    cdef cppclass CReaderThreads "ckptio::ReaderThreads":
-        CReaderThreads(unsigned threads) except +ckptio_translate
-        shared_ptr[ReadJob] submit(ReadRequest request) except +ckptio_translate
-
-
 # How long a waiting caller may go without looking at signals (Ctrl-C).
 cdef int WAIT_MS = 50
 
@@ -122,11 +29,6 @@ cdef class Mapping:
 
     Made by `shared`, `anonymous` and `stitched`. `close` refuses while a buffer or a pin of it is alive.
     """
-
-    cdef Region region
-    # Views that are alive: buffers given out, and pins for owners that drop their buffer but keep the address.
-    cdef Py_ssize_t views
-    cdef readonly bint is_closed
 
     def __init__(self):
         raise TypeError("use map_chunks or ChunkPool.create")
@@ -217,14 +119,13 @@ cdef class Mapping:
 cdef class Pin:
     """Keeps a mapping open, and has its buffer."""
 
-    cdef Mapping mapping
-
     def __cinit__(self, Mapping mapping not None):
         self.mapping = mapping
         mapping.views += 1
 
     def __dealloc__(self):
-        self.mapping.views -= 1
+        if self.mapping is not None:  # it is when __cinit__ was given no mapping
+            self.mapping.views -= 1
 
     def __getbuffer__(self, Py_buffer* buffer, int flags):
         cdef Py_ssize_t size_bytes = <Py_ssize_t>self.mapping.region.size_bytes()
@@ -233,8 +134,6 @@ cdef class Pin:
 
 cdef class CancelToken:
     """Tells running reads to stop before their next chunk. One token may be given to many reads."""
-
-    cdef shared_ptr[CancelFlag] flag
 
     def __cinit__(self):
         self.flag = make_shared[CancelFlag](False)
@@ -251,9 +150,6 @@ cdef class CancelToken:
 
 cdef class ReaderThreads:
     """Persistent threads that fill chunks from files."""
-
-    # Shared with reads that are just being submitted, so that a concurrent close is safe.
-    cdef shared_ptr[CReaderThreads] threads
 
     def __cinit__(self, unsigned threads):
         self.threads = make_shared[CReaderThreads](threads)
@@ -272,6 +168,16 @@ cdef class ReaderThreads:
         Returns (outcome name, errno, chunk_index, offset_bytes, done_bytes, direct_bytes, reread_chunks, read_s,
         verify_s). `progress` is called in this thread with the bytes done so far; what it raises cancels the read.
         """
+        target._ensure_open()
+        # From here on nobody can close the target: its addresses are about to be handed out.
+        target.views += 1
+        try:
+            return self._read(target, chunks, buffered_descriptor, direct_descriptor, is_verified, cancel, progress)
+        finally:
+            target.views -= 1
+
+    cdef _read(self, Mapping target, chunks, int buffered_descriptor, int direct_descriptor, bint is_verified,
+               CancelToken cancel, progress):
         cdef ReadRequest request
         cdef ChunkRead chunk
         cdef uint64_t target_offset
@@ -280,8 +186,9 @@ cdef class ReaderThreads:
         request.is_verified = is_verified
         if cancel is not None:
             request.cancel = cancel.flag
-        target._ensure_open()
         for target_offset, chunk.offset_bytes, chunk.size_bytes, chunk.digest, chunk.is_direct in chunks:
+            if target_offset % DIRECT_ALIGNMENT_BYTES or chunk.offset_bytes % DIRECT_ALIGNMENT_BYTES:
+                raise ValueError("a chunk is not aligned for direct reads")
             if target_offset + chunk.size_bytes > target.region.size_bytes():
                 raise ValueError("a chunk ends after its target")
             chunk.target = target.region.data() + target_offset
@@ -293,11 +200,7 @@ cdef class ReaderThreads:
         with nogil:
             job = threads.get().submit(move(request))
             threads.reset()
-        target.views += 1
-        try:
-            _follow(job.get(), progress)
-        finally:
-            target.views -= 1
+        _follow(job.get(), progress)
         return _wrap(job.get())
 
 

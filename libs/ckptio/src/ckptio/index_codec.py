@@ -105,9 +105,12 @@ def _from_table(table: dict[str, Any]) -> Index:
     ranks = _unpack("B", table["rank"], count)
     dimensions = _unpack("Q", table["shape"], sum(ranks))
     shapes = []
+    # Layers repeat their shapes: one tuple for all of a kind keeps the garbage collector from waking up.
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
     position = 0
     for rank in ranks:
-        shapes.append(dimensions[position : position + rank])
+        shape = dimensions[position : position + rank]
+        shapes.append(known.setdefault(shape, shape))
         position += rank
     require(
         all(type(k) is str and type(v) is str for k, v in metadata.items()),

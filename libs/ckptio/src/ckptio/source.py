@@ -33,7 +33,7 @@ _OTHER_WEIGHTS = (
     "*.onnx",
     "tf_model*.h5",
     "flax_model*.msgpack",
-    "rust_model.ot",
+    "rust_model.ot",  # codespell:ignore ot
     "optimizer.pt",
     "training_args.bin",
 )

@@ -8,7 +8,7 @@ from whimbrel.wire.errors import Cancelled, WhimbrelError
 from whimbrel.wire.events import RequestFailed, RequestFinished
 
 from services.router import metrics
-from services.router.core.timings import StageTimes
+from services.router.outputs import Begun
 from services.router.streams import Stream
 
 log = structlog.get_logger()
@@ -19,12 +19,14 @@ async def settle(stream: Stream, bus: Bus, router_id: str, now: float) -> None:
     request, specification = stream.request, stream.specification
     duration_s = now - request.created_at
     metrics.REQUESTS.labels(_outcome(stream), "cold" if request.is_cold else "warm").inc()
-    if stream.finish_reason is not None and stream.times is not None:
+    if stream.output.finish_reason is not None and stream.output.begun is not None:
+        times = stream.output.begun.times
+        metrics.FIRST_TOKEN.labels(times.tier).observe(times.first_token_s)
         metrics.TOKENS.labels("prompt").inc(len(specification.tokens))
-        metrics.TOKENS.labels("output").inc(stream.output_tokens)
+        metrics.TOKENS.labels("output").inc(stream.output.output_tokens)
         if stream.progress.token_s:
             metrics.TOKEN.observe(stream.progress.token_s)
-        event = _finished(stream, stream.times, router_id, duration_s)
+        event = _finished(stream, stream.output.begun, router_id, duration_s)
         await bus.publish_event(event)
         log.info(
             "request_finished",
@@ -48,7 +50,7 @@ async def settle(stream: Stream, bus: Bus, router_id: str, now: float) -> None:
             router_id=router_id,
             code=error.code,
             message=str(error),
-            output_tokens=stream.output_tokens,
+            output_tokens=stream.output.output_tokens,
             duration_s=duration_s,
         )
     )
@@ -58,13 +60,13 @@ async def settle(stream: Stream, bus: Bus, router_id: str, now: float) -> None:
         model_id=request.model_id,
         code=error.code,
         reason=str(error),
-        output_tokens=stream.output_tokens,
+        output_tokens=stream.output.output_tokens,
         duration_s=round(duration_s, 4),
     )
 
 
 def _outcome(stream: Stream) -> str:
-    if stream.finish_reason is not None:
+    if stream.output.finish_reason is not None:
         return "finished"
     return "cancelled" if stream.request.error is None else "failed"
 
@@ -73,16 +75,17 @@ def _error_of(stream: Stream) -> WhimbrelError:
     return stream.request.error or Cancelled(what="the request (its client left)")
 
 
-def _finished(stream: Stream, times: StageTimes, router_id: str, duration_s: float) -> RequestFinished:
+def _finished(stream: Stream, begun: Begun, router_id: str, duration_s: float) -> RequestFinished:
+    times = begun.times
     return RequestFinished(
         request_id=stream.request.request_id,
         model_id=stream.request.model_id,
         router_id=router_id,
-        server_id=stream.server_id,
+        server_id=begun.server_id,
         tier=str(times.tier),
-        finish_reason=str(stream.finish_reason),
+        finish_reason=str(stream.output.finish_reason),
         prompt_tokens=len(stream.specification.tokens),
-        output_tokens=stream.output_tokens,
+        output_tokens=stream.output.output_tokens,
         queue_s=times.queue_s,
         fetch_s=times.fetch_s,
         load_s=times.load_s,

@@ -35,6 +35,8 @@ class Catalogue:
         self._error: WhimbrelError | None = None
         self._asking = asyncio.Lock()
         self._is_wanted = asyncio.Event()
+        #: Set once the tokenizers of the models known at the start are loaded, or cannot be.
+        self.is_preloaded = asyncio.Event()
 
     async def text(self, model_id: str) -> ModelText:
         """The tokenizer of a deployed model; raises ModelNotFound, Conflict, LoadFailed or Unavailable."""
@@ -72,6 +74,7 @@ class Catalogue:
                 await self._preload()
             except WhimbrelError as error:
                 log.info("catalogue_stale", code=error.code, reason=str(error))
+            self.is_preloaded.set()
             await self._pause()
 
     async def _pause(self) -> None:

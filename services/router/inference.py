@@ -15,8 +15,9 @@ from whimbrel.wire.ids import new_id
 
 from services.router.catalogue import Catalogue
 from services.router.core.openai import Answer, Usage
-from services.router.core.params import SEED_MAX, InferenceParams, read_chat, read_completion, resolve_sampling
+from services.router.core.params import InferenceParams, read_chat, read_completion
 from services.router.core.requests import Limits
+from services.router.core.sampling import SEED_MAX, resolve_sampling
 from services.router.dispatch import Dispatch
 from services.router.outputs import Begun, Item, Text, Waiting
 from services.router.replies import ClientLeft, Reply, read_body, unless_disconnected
@@ -140,8 +141,8 @@ async def _send_whole(items: AsyncGenerator[Item, None], stream: Stream, answer:
             reply.tell(item)
         elif isinstance(item, Text):
             texts.append(item.text)
-    assert stream.finish_reason is not None
-    await reply.send_json(200, answer.whole("".join(texts), stream.finish_reason, _usage(stream)))
+    assert stream.output.finish_reason is not None
+    await reply.send_json(200, answer.whole("".join(texts), stream.output.finish_reason, _usage(stream)))
 
 
 async def _send_stream(items: AsyncGenerator[Item, None], stream: Stream, answer: Answer, reply: Reply) -> None:
@@ -166,13 +167,13 @@ def _ending(stream: Stream, answer: Answer, text: str, finish_reason: str) -> by
     parts.append(_event(answer.last_chunk(finish_reason)))
     if answer.is_usage_included:
         parts.append(_event(answer.usage_chunk(_usage(stream))))
-    if stream.times is not None:
-        parts.append(_comment(f"server-timing {stream.times.header()}"))
+    if stream.output.begun is not None:
+        parts.append(_comment(f"server-timing {stream.output.begun.times.header()}"))
     return b"".join([*parts, b"data: [DONE]\n\n"])
 
 
 def _usage(stream: Stream) -> Usage:
-    return Usage(prompt_tokens=len(stream.specification.tokens), output_tokens=stream.output_tokens)
+    return Usage(prompt_tokens=len(stream.specification.tokens), output_tokens=stream.output.output_tokens)
 
 
 def _event(body: dict[str, object]) -> bytes:
@@ -183,6 +184,6 @@ def _comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-def _waiting_sentence(stage: object, remaining_s: float | None) -> str:
+def _waiting_sentence(stage: str, remaining_s: float | None) -> str:
     about = "" if remaining_s is None else f", about {remaining_s:.1f} s left"
-    return f"waiting ({stage or 'placement'}{about})"
+    return f"waiting ({stage}{about})"

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whimbrel.wire.messages import WaitStage
-
+from services.router.core.progress import Progress
+from services.router.core.requests import Request, RequestState
 from services.router.core.stops import StopMatcher
-from services.router.core.timings import StageTimes
+from services.router.core.timings import StageTimes, stage_times
 from services.router.texts import TextStream
+
+# Until then an error can still become an HTTP status and the times a header; a client sees nothing of it.
+HEADERS_HELD_S = 2.0
+# The promise to clients and proxies is a sign every 10 s.
+SIGN_EVERY_S = 9.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Nothing yet; the caller may tell its client that somebody is there."""
+    """Nothing new; the caller may tell its client that somebody is there. `stage` says what is being waited for."""
 
-    stage: WaitStage | None
+    stage: str
     remaining_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The first token is here."""
+    """The first token is here, or the end without one."""
 
     times: StageTimes
     server_id: str
@@ -39,17 +44,40 @@ Item = Waiting | Begun | Text
 
 
 class Output:
-    """The text of one request's output tokens, up to its stop token, stop string or last token.
+    """What was shown of one request so far, and what is to be shown next.
 
     `output_tokens` counts the tokens that were looked at: at the end, those up to the one that ended the output.
     """
 
-    def __init__(self, decoder: TextStream, stops: tuple[str, ...], stop_tokens: tuple[int, ...]) -> None:
+    def __init__(
+        self, decoder: TextStream, stops: tuple[str, ...], stop_tokens: tuple[int, ...], *, arrived_at: float
+    ) -> None:
+        self.begun: Begun | None = None
+        self.finish_reason: str | None = None
+        self.output_tokens = 0
         self._decoder = decoder
         self._stops = StopMatcher(stops)
         self._stop_tokens = frozenset(stop_tokens)
-        self.output_tokens = 0
-        self.is_stopped = False
+        self._arrived_at = arrived_at
+        self._shown_at = arrived_at
+        self._has_waited = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops.is_stopped
+
+    def next(self, request: Request, progress: Progress, now: float) -> Item | None:
+        """What the client is to see now; None while there is nothing new."""
+        item = self._next(request, progress, now)
+        if item is not None:
+            self._shown_at = now
+        return item
+
+    def is_sign_due(self, now: float) -> bool:
+        """Whether the client has seen nothing for so long that it should see a sign."""
+        is_held = not self._has_waited and self.begun is None
+        return now - self._shown_at >= (HEADERS_HELD_S if is_held else SIGN_EVERY_S)
 
     def take(self, tokens: list[int], finish_reason: str | None) -> Text | None:
         """What the tokens not looked at yet add; None when that is nothing and the output goes on.
@@ -57,16 +85,44 @@ class Output:
         `tokens` are all so far; `finish_reason` says that no more will come.
         """
         pieces: list[str] = []
-        while self.output_tokens < len(tokens) and not self._stops.is_stopped:
+        while self.output_tokens < len(tokens) and not self.is_stopped:
             token = tokens[self.output_tokens]
             self.output_tokens += 1
             if token not in self._stop_tokens:
                 pieces.append(self._stops.feed(self._decoder.step(token)))
-        if finish_reason is not None and not self._stops.is_stopped:
+        if finish_reason is not None and not self.is_stopped:
             pieces.append(self._stops.feed(self._decoder.flush()))
             pieces.append(self._stops.flush())
-        self.is_stopped = self._stops.is_stopped
-        if self.is_stopped:
-            finish_reason = "stop"
+        self.finish_reason = "stop" if self.is_stopped else finish_reason
         text = "".join(pieces)
-        return Text(text=text, finish_reason=finish_reason) if text or finish_reason else None
+        return Text(text=text, finish_reason=self.finish_reason) if text or self.finish_reason else None
+
+    def _next(self, request: Request, progress: Progress, now: float) -> Item | None:
+        is_ended = request.state is RequestState.FINISHED
+        if is_ended or progress.first_token_at is not None:
+            if self.begun is None:
+                self.begun = self._begin(request, progress, now)
+                return self.begun
+            text = self.take(progress.tokens, str(progress.finish_reason) if is_ended else None)
+            if text is not None:
+                return text
+        if self.is_sign_due(now) and not request.is_over:
+            self._has_waited = True
+            return self._wait(request)
+        return None
+
+    def _wait(self, request: Request) -> Waiting:
+        if request.state is RequestState.WAITING:
+            return Waiting(stage=str(request.waiting_for or "placement"), remaining_s=request.remaining_s)
+        return Waiting(stage="first token" if self.begun is None else "next token", remaining_s=None)
+
+    def _begin(self, request: Request, progress: Progress, now: float) -> Begun:
+        first_token_at = now if progress.first_token_at is None else progress.first_token_at
+        times = stage_times(
+            request.stages,
+            worker_queue_s=progress.queue_s,
+            prefill_s=progress.prefill_s,
+            first_token_s=first_token_at - self._arrived_at,
+        )
+        assert request.route is not None, "tokens came from an instance"
+        return Begun(times=times, server_id=request.route.server_id)

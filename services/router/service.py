@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -26,6 +27,8 @@ log = structlog.get_logger()
 SCHEDULER_SILENT_S_MAX = 5.0
 # What is left of the chassis's patience goes to telling clients of requests that did not end in time.
 FAREWELL_S = 2.0
+# How long a router that starts loads tokenizers before it calls itself ready: some twenty models.
+PRELOAD_S_MAX = 10.0
 
 
 class RouterService:
@@ -68,7 +71,7 @@ class RouterService:
         await bus.subscribe(bus.subjects.tokens(config.router_id), dispatch.on_frame)
         await bus.subscribe(bus.subjects.all_heartbeats("worker"), dispatch.on_worker_heartbeat)
         await bus.subscribe(bus.subjects.all_heartbeats("scheduler"), dispatch.on_scheduler_heartbeat)
-        self._spawn(self._warm_up(self._tokenizers))
+        self._spawn(self._warm_up(self._tokenizers, catalogue))
         for loop in (heart.run(), dispatch.notes.run(), dispatch.run_clock(), catalogue.run()):
             self._spawn(loop)
         await self._serve(make_app(dispatch, catalogue, self._limits(), self.readiness))
@@ -99,7 +102,7 @@ class RouterService:
         if not self._bus.is_connected:
             return "NATS is not connected"
         if not self._is_warm:
-            return "the tokenizer library is being loaded"
+            return "tokenizers are being loaded"
         silent_s = self._dispatch.scheduler_silent_s()
         if silent_s is None:
             return "no scheduler was heard yet"
@@ -119,8 +122,12 @@ class RouterService:
         )
         log.info("http_listening", url=self.url, router_id=self.config.router_id)
 
-    async def _warm_up(self, tokenizers: Tokenizers) -> None:
+    async def _warm_up(self, tokenizers: Tokenizers, catalogue: Catalogue) -> None:
+        """The first requests should not wait for tokenizers; with very many models, only so long."""
         await tokenizers.warm_up()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PRELOAD_S_MAX):
+                await catalogue.is_preloaded.wait()
         self._is_warm = True
 
     def _limits(self) -> Limits:

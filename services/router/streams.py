@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 from whimbrel.wire.codec import error_of
-from whimbrel.wire.errors import InstanceGone, InternalError, Unavailable, WhimbrelError
+from whimbrel.wire.errors import InferenceLost, InstanceGone, InternalError, ProtocolError, Unavailable, WhimbrelError
 from whimbrel.wire.messages import (
     AbortInference,
     CancelPlacement,
@@ -29,8 +29,7 @@ from whimbrel.wire.messages import (
 from services.router import metrics
 from services.router.core.progress import Progress, Verdict
 from services.router.core.requests import Due, Limits, Request, RequestState
-from services.router.core.timings import StageTimes, stage_times
-from services.router.outputs import Begun, Item, Output, Text, Waiting
+from services.router.outputs import Item, Output
 from services.router.specification import Specification
 
 if TYPE_CHECKING:
@@ -45,10 +44,6 @@ START_S_MAX = 2.0
 RESEND_S_MAX = 1.0
 # Repairs follow each other at this distance at least: what the first one brings back is on its way.
 RESEND_GAP_S = 0.05
-# Until then an error can still become an HTTP status and the times a header; a client sees nothing of it.
-HEADERS_HELD_S = 2.0
-# The promise to clients and proxies is a sign every 10 s.
-SIGN_EVERY_S = 9.0
 
 
 class Stream:
@@ -63,26 +58,18 @@ class Stream:
             now=specification.arrived_at,
         )
         self.progress = Progress(epoch=0, now=specification.arrived_at)
-        self.times: StageTimes | None = None
-        self.finish_reason: str | None = None
-        self.server_id = ""
+        text = specification.text
+        # A completion continues its prompt in the middle of a text; an assistant's turn begins a new one.
+        decoder = text.decoder([] if specification.is_chat else specification.tokens)
+        self.output = Output(
+            decoder, specification.stops, text.settings.stop_tokens, arrived_at=specification.arrived_at
+        )
         self._dispatch = dispatch
         self._wake = asyncio.Event()
-        self._said_at = specification.arrived_at
-        self._has_waited = False
         self._is_accepted = False
         self._is_placing = False
         self._is_resending = False
         self._resent_at = 0.0
-        text = specification.text
-        # A completion continues its prompt in the middle of a text; an assistant's turn begins a new one.
-        decoder = text.decoder([] if specification.is_chat else specification.tokens)
-        self._output = Output(decoder, specification.stops, text.settings.stop_tokens)
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that count: at the end, up to the one that ended the output."""
-        return self._output.output_tokens
 
     async def items(self) -> AsyncGenerator[Item, None]:
         """What the client is to see, in order; ends after the Text with a finish reason.
@@ -92,12 +79,13 @@ class Stream:
         """
         self._dispatch.add(self)
         try:
-            while self.finish_reason is None:
+            while self.output.finish_reason is None:
                 await self._advance()
-                item = self._next_item(time.monotonic())
+                item = self.output.next(self.request, self.progress, time.monotonic())
+                if self.output.is_stopped:
+                    self._end_early()
                 if item is not None:
                     yield item
-                    self._said_at = time.monotonic()
                 elif self.request.error is not None:
                     raise self.request.error
                 else:
@@ -163,7 +151,7 @@ class Stream:
             self._resend_soon(now)
         elif due is not None:
             self.on_failed(due)
-        if self._is_sign_due(now):
+        if self.output.is_sign_due(now):
             self._wake.set()
 
     # Waiting and starting.
@@ -182,7 +170,6 @@ class Stream:
         self.request.on_route(route, now)
         epoch = self.request.epoch
         self.progress = Progress(epoch=epoch, now=now)
-        self.server_id = route.server_id
         self._is_accepted = False
         self._dispatch.routes.acquire(route.instance_id)
         if epoch == 1 and not self.request.is_cold:
@@ -224,6 +211,7 @@ class Stream:
                 self._on_placed(reply, time.monotonic())
         except Unavailable as error:
             log.info("placement_unanswered", request_id=request.request_id, reason=str(error))
+            request.on_unanswered(error)
         except WhimbrelError as error:
             if request.state is RequestState.WAITING and request.epoch == epoch:
                 self.on_failed(error)
@@ -245,7 +233,7 @@ class Stream:
                 self._leave_instance(is_aborted=False)
                 self.request.on_ended()
             case FinishReason.FAILED:
-                self.on_failed(InternalError(service="gpu_worker") if entry.error is None else error_of(entry.error))
+                self.on_failed(_error_of(entry))
             case _:
                 self.on_instance_lost("the worker ended the request", now)
 
@@ -268,51 +256,19 @@ class Stream:
             # Silence of a worker whose route stands is for the heartbeats to judge; without a route it is the end.
             reason = None if route.instance_id in self._dispatch.routes else str(error)
         except WhimbrelError as error:
-            reason = str(error)
+            reason = error.reason if isinstance(error, InferenceLost) else str(error)
         finally:
             self._is_resending = False
         if reason is not None and self.request.epoch == epoch:
             self.on_instance_lost(reason, time.monotonic())
 
-    # What the client sees.
+    # Leaving.
 
-    def _next_item(self, now: float) -> Item | None:
-        is_ended = self.request.state is RequestState.FINISHED
-        if is_ended or self.progress.first_token_at is not None:
-            if self.times is None:
-                return self._begin(now)
-            text = self._output.take(self.progress.tokens, str(self.progress.finish_reason) if is_ended else None)
-            if text is not None:
-                self._on_text(text)
-                return text
-        if self._is_sign_due(now) and not self.request.is_over:
-            self._has_waited = True
-            return Waiting(stage=self.request.waiting_for, remaining_s=self.request.remaining_s)
-        return None
-
-    def _begin(self, now: float) -> Begun:
-        first_token_at = now if self.progress.first_token_at is None else self.progress.first_token_at
-        self.times = stage_times(
-            self.request.stages,
-            worker_queue_s=self.progress.queue_s,
-            prefill_s=self.progress.prefill_s,
-            first_token_s=first_token_at - self.specification.arrived_at,
-        )
-        metrics.FIRST_TOKEN.labels(self.times.tier).observe(self.times.first_token_s)
-        return Begun(times=self.times, server_id=self.server_id)
-
-    def _on_text(self, text: Text) -> None:
-        self.finish_reason = text.finish_reason
-        if self._output.is_stopped and self.request.is_running:
-            # A stop string was found here; the worker does not know of it.
+    def _end_early(self) -> None:
+        """A stop string was found here; the worker does not know of it."""
+        if self.request.is_running:
             self._leave_instance(is_aborted=True)
             self.request.on_ended()
-
-    def _is_sign_due(self, now: float) -> bool:
-        is_held = not self._has_waited and self.times is None
-        return now - self._said_at >= (HEADERS_HELD_S if is_held else SIGN_EVERY_S)
-
-    # Leaving.
 
     def _mark_accepted(self) -> None:
         if not self._is_accepted and self.request.route is not None:
@@ -346,3 +302,13 @@ class Stream:
             self._let_go()
             self.request.on_client_left()
         await self._dispatch.remove(self)
+
+
+def _error_of(entry: TokenEntry) -> WhimbrelError:
+    """Why the worker failed; an error that cannot be understood must end the request all the same."""
+    if entry.error is None:
+        return InternalError(service="gpu_worker")
+    try:
+        return error_of(entry.error)
+    except ProtocolError as broken:
+        return broken

@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from whimbrel.wire.errors import InvalidRequest, LoadFailed
 
 from services.router.core.chat import ChatMessage
-from services.router.core.params import SamplingDefaults
+from services.router.core.sampling import SamplingDefaults
 
 log = structlog.get_logger()
 
@@ -71,7 +71,8 @@ class ModelText:
                 reason=f"model {self.model_id!r} has no chat template; use /v1/completions",
             )
         conversation = [message.for_template() for message in messages]
-        has_control_tokens = any(token in message.content for message in messages for token in self._control_tokens)
+        said = [text for fields in conversation for text in fields.values()]
+        has_control_tokens = any(token in text for text in said for token in self._control_tokens)
         try:
             if has_control_tokens:
                 return list(self._apply(conversation, tokenize=True, sanitize_control_tokens=True, return_dict=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn, TypeVar, cast
 
 from whimbrel.wire.errors import InvalidRequest
@@ -55,6 +56,11 @@ def read_number(value: object, field: str, minimum: float, maximum: float) -> fl
     if not minimum <= value <= maximum:
         refuse(field, f"must be between {minimum} and {maximum}, not {value}")
     return float(value)
+
+
+def read_optional(given: dict[str, object], name: str, read: Callable[[object, str], T]) -> T | None:
+    """The field's value as `read` has it; None when it is not given."""
+    return read(given[name], name) if name in given else None
 
 
 def describe(value: object) -> str:

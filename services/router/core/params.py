@@ -6,38 +6,30 @@ the value that means "not used" (NEUTRAL), or is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from whimbrel.wire.errors import UnsupportedParameter
 from whimbrel.wire.ids import check_model_id
-from whimbrel.wire.messages import Sampling
 
 from services.router.core.chat import ChatMessage, read_messages
 from services.router.core.fields import (
     describe,
     read_flag,
     read_list,
-    read_number,
     read_object,
+    read_optional,
     read_text,
     read_whole,
     refuse,
 )
-
-T = TypeVar("T")
+from services.router.core.sampling import SamplingChoices, read_choices
 
 # OpenAI's own bounds.
 STOPS_MAX = 4
 STOP_CHARACTERS_MAX = 512
-LOGIT_BIAS_MAX = 100.0
-# A bias for every token of a big vocabulary would make the request larger than its prompt; nobody needs that many.
-LOGIT_BIAS_TOKENS_MAX = 1024
 # Above every context there is; a prompt of ids is bounded by the size of the body as well.
 TOKENS_MAX = 2**24
 TOKEN_ID_MAX = 2**32 - 1
-SEED_MAX = 2**63 - 1
 # OpenAI's default for /v1/completions; /v1/chat/completions has none: there the rest of the context is used.
 COMPLETION_TOKENS_DEFAULT = 16
 
@@ -103,32 +95,6 @@ HONOURED = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
-    """What holds when the request says nothing: OpenAI's defaults, then the model's generation config."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingChoices:
-    """What the request says about sampling; None where it says nothing."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-
 Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]
 
 
@@ -161,25 +127,6 @@ def read_completion(body: object) -> InferenceParams:
     return _read(given, prompt, is_chat=False, output_tokens_max=output_tokens_max)
 
 
-def resolve_sampling(choices: SamplingChoices, defaults: SamplingDefaults, random_seed: int) -> Sampling:
-    """Everything that decides the next token; `random_seed` serves requests that give none."""
-
-    def chosen(given: T | None, default: T) -> T:
-        return default if given is None else given
-
-    return Sampling(
-        temperature=chosen(choices.temperature, defaults.temperature),
-        top_p=chosen(choices.top_p, defaults.top_p),
-        top_k=chosen(choices.top_k, defaults.top_k),
-        min_p=chosen(choices.min_p, defaults.min_p),
-        seed=chosen(choices.seed, random_seed),
-        presence_penalty=chosen(choices.presence_penalty, 0.0),
-        frequency_penalty=chosen(choices.frequency_penalty, 0.0),
-        repetition_penalty=chosen(choices.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=dict(choices.logit_bias),
-    )
-
-
 def _known(body: object, foreign: tuple[str, ...]) -> dict[str, object]:
     """The honoured parameters that hold a value; raises for those that are not honoured and would matter."""
     given: dict[str, object] = {}
@@ -208,7 +155,7 @@ def _only(neutral: tuple[object, ...]) -> str:
 
 
 def _read(given: dict[str, object], prompt: Prompt, *, is_chat: bool, output_tokens_max: int | None) -> InferenceParams:
-    is_stream = _optional(given, "stream", read_flag) or False
+    is_stream = read_optional(given, "stream", read_flag) or False
     return InferenceParams(
         model_id=check_model_id(read_text(_required(given, "model"), "model")),
         is_chat=is_chat,
@@ -216,35 +163,9 @@ def _read(given: dict[str, object], prompt: Prompt, *, is_chat: bool, output_tok
         is_stream=is_stream,
         is_usage_included=_read_stream_options(given.get("stream_options"), is_stream),
         output_tokens_max=output_tokens_max,
-        choices=_read_choices(given),
+        choices=read_choices(given),
         stops=_read_stops(given.get("stop")),
     )
-
-
-def _read_choices(given: dict[str, object]) -> SamplingChoices:
-    def number(name: str, minimum: float, maximum: float) -> float | None:
-        return _optional(given, name, lambda value, field: read_number(value, field, minimum, maximum))
-
-    def whole(name: str, minimum: int, maximum: int) -> int | None:
-        return _optional(given, name, lambda value, field: read_whole(value, field, minimum, maximum))
-
-    top_k = whole("top_k", -1, TOKENS_MAX)
-    seed = whole("seed", -SEED_MAX - 1, SEED_MAX)
-    return SamplingChoices(
-        temperature=number("temperature", 0.0, 2.0),
-        top_p=number("top_p", 1e-6, 1.0),
-        top_k=None if top_k is None else max(top_k, 0),
-        min_p=number("min_p", 0.0, 1.0),
-        seed=None if seed is None else seed & SEED_MAX,
-        presence_penalty=number("presence_penalty", -2.0, 2.0),
-        frequency_penalty=number("frequency_penalty", -2.0, 2.0),
-        repetition_penalty=number("repetition_penalty", 0.01, 10.0),
-        logit_bias=_read_logit_bias(given.get("logit_bias", {})),
-    )
-
-
-def _optional(given: dict[str, object], name: str, read: Callable[[object, str], T]) -> T | None:
-    return read(given[name], name) if name in given else None
 
 
 def _output_tokens_max(given: dict[str, object]) -> int | None:
@@ -296,16 +217,3 @@ def _read_stops(value: object) -> tuple[str, ...]:
     if any(not 0 < len(text) <= STOP_CHARACTERS_MAX for text in texts):
         refuse("stop", f"each string must have between 1 and {STOP_CHARACTERS_MAX} characters")
     return texts
-
-
-def _read_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    biases = read_object(value, "logit_bias")
-    if len(biases) > LOGIT_BIAS_TOKENS_MAX:
-        refuse("logit_bias", f"names {len(biases)} tokens; at most {LOGIT_BIAS_TOKENS_MAX} are allowed")
-    return tuple(_read_bias(token, bias) for token, bias in biases.items())
-
-
-def _read_bias(token: str, bias: object) -> tuple[int, float]:
-    if not (token.isascii() and token.isdigit() and len(token) <= 10):
-        refuse("logit_bias", f"{token[:32]!r} is no token id")
-    return int(token), read_number(bias, f"logit_bias.{token}", -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)

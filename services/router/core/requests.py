@@ -120,6 +120,7 @@ class Request:
         self._starts_lost = 0
         self._refused: dict[str, float] = {}
         self._asked_at: float | None = None
+        self._unanswered: Unavailable | None = None
         self._answered_at = now
         self._heard_at = now
         self._token_at = now
@@ -142,6 +143,10 @@ class Request:
     def on_asked(self, now: float) -> None:
         """PlaceModel is being sent."""
         self._asked_at = now
+
+    def on_unanswered(self, error: Unavailable) -> None:
+        """No answer, or one that says to come again: why, should that go on for too long."""
+        self._unanswered = error
 
     def on_waiting(self, stage: WaitStage | None, remaining_s: float | None, now: float) -> None:
         """The scheduler answered that something has to happen first."""
@@ -221,7 +226,7 @@ class Request:
         if now - self.created_at >= self.limits.cold_start_s:
             return self._cold_start_timeout(str(self.waiting_for or "placement"), now)
         if now - self._answered_at >= self.limits.unanswered_s:
-            return Unavailable(what="the scheduler")
+            return self._unanswered or Unavailable(what="the scheduler")
         return None
 
     def _place_due(self, now: float) -> Due | None:

@@ -85,6 +85,4 @@ def _parameter(error: WhimbrelError) -> str | None:
             return field
         case errors.ModelNotFound() | errors.ModelTooLarge():
             return "model"
-        case errors.ContextLengthExceeded():
-            return "messages"
     return None

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from whimbrel.chassis.bus import Bus, Received
 from whimbrel.wire.codec import error_reply, pack_tokens, unpack_tokens
-from whimbrel.wire.errors import InstanceGone, JobNotFound, WhimbrelError
+from whimbrel.wire.errors import InferenceLost, InstanceGone, JobNotFound, WhimbrelError
 from whimbrel.wire.messages import (
     AbortInference,
     Ack,
@@ -17,6 +17,7 @@ from whimbrel.wire.messages import (
     DeleteModelReply,
     DeployModel,
     DeployModelReply,
+    ErrorReply,
     FinishReason,
     GetCluster,
     GetClusterReply,
@@ -205,7 +206,7 @@ class FakeWorker:
     instance_id: str | None = "instance-1"
     tokens_per_frame: int = 1
     finish_reason: FinishReason = FinishReason.STOP
-    error: WhimbrelError | None = None
+    error: ErrorReply | None = None
     mangle: Callable[[list[TokenFrame]], list[TokenFrame]] = list
     refusal: WhimbrelError | None = None
     takes_any_instance: bool = False
@@ -257,7 +258,7 @@ class FakeWorker:
                 position=start,
                 tokens=pack_tokens(piece),
                 finish_reason=self.finish_reason if is_last else None,
-                error=error_reply(self.error) if is_last and self.error else None,
+                error=self.error if is_last else None,
                 queue_s=0.001 if start == 0 else None,
                 prefill_s=0.002 if start == 0 else None,
             )
@@ -273,7 +274,7 @@ class FakeWorker:
             case ResendTokens():
                 request = self.requests.get(message.request_id)
                 if request is None or self.forgets_requests:
-                    raise InstanceGone(instance_id=str(self.instance_id))
+                    raise InferenceLost(reason="its worker does not know it", output_tokens=message.position)
                 await self.bus.reply(received.reply_to, Ack())
                 if not self.is_held and self.frames_before_hold is None:
                     await self.say(request, message.position)

@@ -20,7 +20,7 @@ EXAMPLES: list[tuple[WhimbrelError, int, str, str | None]] = [
         errors.ContextLengthExceeded(context_tokens=1, prompt_tokens=2, output_tokens=3),
         400,
         "invalid_request_error",
-        "messages",
+        None,
     ),
     (errors.ModelNotFound(model_id="x"), 404, "not_found_error", "model"),
     (errors.JobNotFound(job_id="x"), 404, "not_found_error", None),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import (
     Conflict,
     InstanceGone,
@@ -22,7 +23,9 @@ from whimbrel.wire.errors import (
 from whimbrel.wire.events import RequestFailed
 from whimbrel.wire.messages import (
     AbortInference,
+    Ack,
     CancelPlacement,
+    ErrorReply,
     FinishReason,
     InferenceFinished,
     PlaceModel,
@@ -33,7 +36,7 @@ from whimbrel.wire.messages import (
     TokenFrame,
 )
 
-from services.router import dispatch, streams
+from services.router import dispatch, outputs, service
 from services.router.core import requests
 from tests.unit.router.conftest import ANSWER, Bench, MakeBench
 from tests.unit.router.peers import LOADED, a_route
@@ -60,7 +63,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience in tenths of seconds where the shipped router has seconds."""
     monkeypatch.setattr(requests, "RESEND_AFTER_S", 0.1)
     monkeypatch.setattr(requests, "REFUSED_S", 0.1)
-    monkeypatch.setattr(streams, "HEADERS_HELD_S", 0.2)
+    monkeypatch.setattr(outputs, "HEADERS_HELD_S", 0.2)
     monkeypatch.setattr(dispatch, "HEARTBEAT_S", 0.2)
     monkeypatch.setattr(dispatch, "TICK_S", 0.02)
 
@@ -241,9 +244,17 @@ async def test_a_request_that_keeps_losing_its_instance_ends(bench: Bench) -> No
 async def test_a_failure_of_the_engine_reaches_the_client_as_it_is(bench: Bench) -> None:
     await bench.scheduler.add_route(a_route("tiny"))
     bench.worker.finish_reason = FinishReason.FAILED
-    bench.worker.error = InternalError(service="gpu_worker")
+    bench.worker.error = error_reply(InternalError(service="gpu_worker"))
     assert error_of(await bench.post()) == (500, "internal_error")
     assert last_event((await bench.post(stream=True)).text)["error"]["code"] == "internal_error"
+
+
+async def test_a_failure_that_cannot_be_understood_ends_the_request_too(bench: Bench) -> None:
+    await bench.scheduler.add_route(a_route("tiny"))
+    bench.worker.finish_reason = FinishReason.FAILED
+    assert error_of(await bench.post()) == (500, "internal_error")
+    bench.worker.error = ErrorReply(code="of_the_future", fields={})
+    assert error_of(await bench.post()) == (500, "protocol_error")
 
 
 async def test_a_placement_that_is_refused_has_the_status_of_its_error(bench: Bench) -> None:
@@ -410,6 +421,56 @@ async def test_a_long_wait_ends_with_the_answer_and_all_its_times(quick: None, b
         ": server-timing tier;desc=ssd, queue;dur=11.0, fetch;dur=20.0, load;dur=30.0, bind;dur=4.0, prefill;dur=2.0"
         in rest
     )
+
+
+async def test_a_slow_stream_shows_signs_between_its_tokens(
+    quick: None, monkeypatch: pytest.MonkeyPatch, bench: Bench
+) -> None:
+    monkeypatch.setattr(outputs, "SIGN_EVERY_S", 0.1)
+    await bench.scheduler.add_route(a_route("tiny"))
+    bench.worker.is_held = True
+    async with bench.client.stream("POST", "/v1/chat/completions", json=bench.chat(stream=True)) as response:
+        parts = response.aiter_text()
+        assert await anext(parts) == ": waiting (first token)\n\n"
+        (start,) = bench.worker.heard.all(StartInference)
+        await bench.worker.say(start, 0, count=2)
+        text = ""
+        while "waiting (next token)" not in text:
+            text += await anext(parts)
+        await bench.worker.release()
+        text += "".join([part async for part in parts])
+    assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_router_that_stops_lets_its_requests_end(bench: Bench) -> None:
+    await bench.scheduler.add_route(a_route("tiny"))
+    bench.worker.is_held = True
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(bench.post())
+        await bench.worker.heard.wait(StartInference)
+        stopping = group.create_task(bench.service.drain())
+        await bench.worker.release()
+        await stopping
+    assert content_of(asking.result()) == ANSWER
+
+
+async def test_a_router_that_must_stop_tells_those_who_wait(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    monkeypatch.setattr(service, "DRAIN_S_MAX", service.FAREWELL_S + 0.1)
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(bench.post())
+        await bench.scheduler.heard.wait(PlaceModel)
+        await bench.service.drain()
+    assert error_of(asking.result()) == (503, "unavailable")
+    assert "stopping" in asking.result().json()["error"]["message"]
+    assert len(await bench.scheduler.heard.wait(CancelPlacement)) == 1
+
+
+async def test_messages_that_are_not_for_a_router_are_dropped(bench: Bench) -> None:
+    await bench.scheduler.to_router(Ack())
+    bus = bench.worker.bus
+    await bus.publish(bus.subjects.tokens("router-0"), Ack())
+    await bench.scheduler.add_route(a_route("tiny"))
+    assert content_of(await bench.post()) == ANSWER
 
 
 async def test_the_heartbeat_tells_what_runs(bench: Bench) -> None:

@@ -21,7 +21,7 @@ from whimbrel.wire.messages import (
     StartInference,
 )
 
-from services.router import streams
+from services.router import outputs
 from tests.unit.router.conftest import ANSWER, Bench, MakeBench
 from tests.unit.router.peers import a_model, a_route
 
@@ -37,7 +37,7 @@ async def bench(module_bench: Bench) -> Bench:
 @pytest.fixture
 def quick_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life after tenths of a second where the shipped router has seconds."""
-    monkeypatch.setattr(streams, "HEADERS_HELD_S", 0.2)
+    monkeypatch.setattr(outputs, "HEADERS_HELD_S", 0.2)
 
 
 CHAT = "/v1/chat/completions"
@@ -54,7 +54,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
     return response.status_code, error["code"], error["param"]
 
 
-LONG = {"role": "user", "content": "word " * 600}
+LONG = {"role": "user", "content": "word " * 5000}
 NO_OBJECTS = [
     b"", b"{", b"nonsense", b"[" * 100_000, b'{"model": "\xff"}', b'{"a": "\\ud800"}', b"null", b"[]", b'"x"', b"1e999",
 ]  # fmt: skip
@@ -78,8 +78,8 @@ async def test_a_bad_request_leaves_the_next_good_one_alone(bench: Bench) -> Non
         (bench.chat(model="absent"), (404, "model_not_found", "model")),
         (bench.chat(messages=[]), (400, "invalid_request", "messages")),
         (bench.chat(logit_bias={"100000": 1}), (400, "invalid_request", "logit_bias")),
-        (bench.chat(max_tokens=512), (400, "context_length_exceeded", "messages")),
-        (bench.chat(messages=[LONG]), (400, "context_length_exceeded", "messages")),
+        (bench.chat(max_tokens=512), (400, "context_length_exceeded", None)),
+        (bench.chat(messages=[LONG]), (400, "context_length_exceeded", None)),
     ]  # fmt: skip
     for body, expected in bad:
         assert error_of(await bench.client.post(CHAT, json=body)) == expected
@@ -89,14 +89,12 @@ async def test_a_bad_request_leaves_the_next_good_one_alone(bench: Bench) -> Non
     assert bench.scheduler.heard.all(PlaceModel) == []
 
 
-@pytest.mark.parametrize(
-    ("body", "parameter"),
-    [({"prompt": [99_999]}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": ["a", "b"]}, "prompt")],
-    ids=str,
-)
-async def test_a_bad_prompt_is_a_400(bench: Bench, body: dict[str, object], parameter: str) -> None:
-    response = await bench.client.post("/v1/completions", json={"model": "tiny", **body})
-    assert error_of(response) == (400, "invalid_request", parameter)
+async def test_a_bad_prompt_is_a_400(bench: Bench) -> None:
+    for prompt in ([99_999], "", ["a", "b"]):
+        response = await bench.client.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
+        assert error_of(response) == (400, "invalid_request", "prompt"), prompt
+    response = await bench.client.post("/v1/completions", json={"model": "tiny", "prompt": "word " * 5000})
+    assert error_of(response) == (400, "context_length_exceeded", None)
 
 
 async def test_a_chat_with_a_model_without_template_is_a_400(make_bench: MakeBench) -> None:

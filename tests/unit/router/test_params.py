@@ -7,18 +7,10 @@ from whimbrel.wire.errors import InvalidRequest, UnsupportedParameter, WhimbrelE
 from whimbrel.wire.messages import Sampling
 
 from services.router.core.chat import ChatMessage
-from services.router.core.params import (
-    HARMLESS,
-    HONOURED,
-    NEUTRAL,
-    InferenceParams,
-    SamplingChoices,
-    SamplingDefaults,
-    read_chat,
-    read_completion,
-    resolve_sampling,
-)
+from services.router.core.params import HARMLESS, HONOURED, NEUTRAL, InferenceParams, read_chat, read_completion
+from services.router.core.sampling import SamplingChoices, SamplingDefaults, resolve_sampling
 
+MANY = {str(token): 1 for token in range(1025)}
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -142,7 +134,20 @@ def test_no_parameter_is_on_two_lists() -> None:
         ("max_completion_tokens", [1], [0]),
         ("stream", [True, False], [1, "true"]),
         ("stop", ["x", ["x"], ["a", "b", "c", "d"], []], [["a"] * 5, "", [""], 5, [1], "x" * 600]),
-        ("logit_bias", [{}, {"1": 5}], [{"x": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, [], {"²": 1}, {"9" * 11: 1}]),
+        (
+            "logit_bias",
+            [{}, {"1": 5}],
+            [
+                {"x": 1},
+                {"-1": 1},
+                {"1": 101},
+                {"1": "x"},
+                [],
+                {"²": 1},
+                {"9" * 11: 1},
+                {str(i): 1 for i in range(1025)},
+            ],
+        ),
         ("model", ["tiny", "a/b"], ["../x", "", "a//b", 5, "a\nb", "x" * 200]),
     ],
 )

@@ -96,6 +96,13 @@ def test_a_placement_that_nobody_answers_becomes_unavailable() -> None:
     assert isinstance(request.due(LIMITS.unanswered_s), Unavailable)
 
 
+def test_an_unanswered_placement_says_why_it_was_unanswered() -> None:
+    request = a_request()
+    why = Unavailable(what="scheduler.place_model (nobody listens)")
+    request.on_unanswered(why)
+    assert request.due(LIMITS.unanswered_s) is why
+
+
 def test_an_answered_placement_may_wait_for_the_cold_start_limit() -> None:
     request = a_request()
     for second in range(1, int(LIMITS.cold_start_s)):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.core.stops import StopMatcher
+
+# A busy machine is no failure.
+PATIENT = settings(deadline=None, database=None)
 
 # Few letters, so that stop strings occur, overlap and nearly occur.
 TEXTS = st.text(alphabet="abé😀", max_size=30)
@@ -27,6 +30,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+@PATIENT
 @given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 1000), max_size=12))
 def test_any_split_of_any_text_gives_the_text_before_the_first_stop(
     text: str, stops: tuple[str, ...], cuts: list[int]

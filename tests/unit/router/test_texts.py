@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from whimbrel.wire.errors import InvalidRequest, LoadFailed
 
 from services.router.core.chat import ChatMessage
-from services.router.core.params import SamplingDefaults
+from services.router.core.sampling import SamplingDefaults
 from services.router.outputs import Output
 from services.router.texts import ModelText, TextStream, load_text
 from tests.unit.router.model_files import byte_fallback_tokenizer, byte_level_tokenizer, write_model
+
+# A busy machine is no failure.
+PATIENT = settings(deadline=None, database=None)
 
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()
@@ -36,12 +39,14 @@ def stream_of(tokenizer: Tokenizer, tokens: list[int], prompt: list[int] | None 
 
 
 @TOKENIZERS
+@PATIENT
 @given(text=TEXTS)
 def test_pieces_join_exactly_to_the_text_decoded_at_once(tokenizer: Tokenizer, text: str) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     assert "".join(stream_of(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
+@PATIENT
 @given(text=TEXTS)
 def test_characters_that_are_split_over_tokens_come_out_whole(text: str) -> None:
     tokens = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
@@ -51,6 +56,7 @@ def test_characters_that_are_split_over_tokens_come_out_whole(text: str) -> None
         assert all("\ufffd" not in piece for piece in pieces)
 
 
+@PATIENT
 @given(text=TEXTS, length=st.integers(0, 60))
 def test_an_output_that_ends_within_a_character_is_flushed_as_it_would_be_decoded(text: str, length: int) -> None:
     tokens = BYTE_LEVEL.encode(text, add_special_tokens=False).ids[:length]
@@ -58,6 +64,7 @@ def test_an_output_that_ends_within_a_character_is_flushed_as_it_would_be_decode
 
 
 @TOKENIZERS
+@PATIENT
 @given(data=st.data())
 def test_any_tokens_at_all_give_text_and_never_an_error(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = st.integers(0, tokenizer.get_vocab_size() - 1)
@@ -85,6 +92,7 @@ def test_a_completion_keeps_the_space_between_prompt_and_output() -> None:
 
 
 @TOKENIZERS
+@PATIENT
 @given(prompt=TEXTS, text=TEXTS)
 def test_a_completion_continues_its_prompt_exactly(tokenizer: Tokenizer, prompt: str, text: str) -> None:
     before = tokenizer.encode(prompt, add_special_tokens=False).ids[-8:]
@@ -96,7 +104,7 @@ def test_a_completion_continues_its_prompt_exactly(tokenizer: Tokenizer, prompt:
 
 def output_of(tokens: list[int], stops: tuple[str, ...], *, step: int) -> tuple[str, str, int]:
     """The text, finish reason and token count of an output whose tokens arrive `step` at a time."""
-    output = Output(TextStream(BYTE_LEVEL, []), stops, (BYTE_LEVEL.token_to_id("<|im_end|>"),))
+    output = Output(TextStream(BYTE_LEVEL, []), stops, (BYTE_LEVEL.token_to_id("<|im_end|>"),), arrived_at=0.0)
     said: list[str] = []
     for end in range(step, len(tokens) + step, step):
         text = output.take(tokens[:end], "length" if end >= len(tokens) else None)
@@ -107,6 +115,7 @@ def output_of(tokens: list[int], stops: tuple[str, ...], *, step: int) -> tuple[
     raise AssertionError("the output did not end")
 
 
+@PATIENT
 @given(
     text=TEXTS.filter(bool),
     stops=st.lists(st.text("aP 日😀.", min_size=1, max_size=3), max_size=3).map(tuple),
@@ -146,6 +155,12 @@ def test_a_message_cannot_end_itself_and_speak_as_somebody_else(tmp_path: Path) 
     assert tokens.count(BYTE_LEVEL.token_to_id("<|im_start|>")) == 2
     assert tokens.count(BYTE_LEVEL.token_to_id("<|im_end|>")) == 1
     assert forged in BYTE_LEVEL.decode(tokens, skip_special_tokens=False)
+
+
+def test_a_name_cannot_do_so_either(tmp_path: Path) -> None:
+    text = a_text(tmp_path, chat_template="{{ messages[0]['name'] }}")
+    tokens = text.encode_chat((ChatMessage(role="user", content="x", name="<|im_end|>"),))
+    assert BYTE_LEVEL.token_to_id("<|im_end|>") not in tokens
 
 
 def test_a_model_without_template_says_what_to_use_instead(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from whimbrel.wire.records import (
     Record,
 )
 
-from services.scheduler.core.estimates import estimate_load, path_speeds
+from services.scheduler.core.estimates import estimate_load
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.models import Job, Model, Reservation
 from services.scheduler.core.placement import IdleInstance, ServerView, Snapshot
@@ -37,6 +37,8 @@ class Cluster:
         self.routers: dict[str, Router] = {}
         self.reservations: dict[str, Reservation] = {}
         self.deleting: dict[str, None] = {}
+        #: Models with waiters, and how many waiters there are in all.
+        self.waiting: dict[str, None] = {}
         self.waiting_requests = 0
         #: Whether a slot may have been released since the deferred models were last tried.
         self.is_released = False
@@ -58,6 +60,13 @@ class Cluster:
 
     def slot_of(self, instance: Instance) -> Slot:
         return self.servers[instance.record.server_id].slots[instance.record.slot]
+
+    def hear_router(self, router_id: str, *, now: float) -> Router:
+        """The router, made known if it was not: whoever speaks lives."""
+        if router_id not in self.routers:
+            self.routers[router_id] = Router(router_id=router_id, seen_s=now)
+        self.routers[router_id].seen_s = now
+        return self.routers[router_id]
 
     def slots(self) -> Iterator[Slot]:
         for server in self.servers.values():
@@ -140,18 +149,18 @@ class Cluster:
 
     def snapshot(self, now: float) -> Snapshot:
         """The live servers; views of servers that nothing happened to are used again."""
-        views = tuple(server.view or self._look(server) for server in self.live_servers() if server.slots)
-        sizes = [server.capacity_bytes for server in self.servers.values() if server.heartbeat is not None]
-        is_known = bool(sizes) and now >= self.settled_s
-        return Snapshot(servers=views, capacity_bytes_max=max(sizes) if is_known else None)
+        views = tuple([server.view or self._look(server) for server in self.servers.values() if server.is_alive])
+        capacity_bytes = max((server.capacity_bytes for server in self.servers.values()), default=0)
+        is_known = capacity_bytes > 0 and now >= self.settled_s
+        return Snapshot(servers=views, capacity_bytes_max=capacity_bytes if is_known else None)
 
     def has_open_slot(self) -> bool:
         """Whether any server has a slot that is free or could be freed at once."""
         views = (server.view or self._look(server) for server in self.servers.values() if server.is_alive)
-        return any(view.free_slots or view.idle for view in views)
+        return any(view.is_open for view in views)
 
     def _look(self, server: Server) -> ServerView:
-        speeds = path_speeds(server.server_id, server.bandwidths, server.probe_bytes_per_s)
+        speeds = server.speeds()
         instances = [self.instances[instance_id] for instance_id in server.instances]
         idle = [i for i in instances if self.is_idle(i) and self.slot_of(i).reserved_for is None]
         idle.sort(key=lambda instance: (instance.idle_since_s, instance.instance_id))

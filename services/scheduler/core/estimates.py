@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 from whimbrel.wire.messages import Tier
 from whimbrel.wire.records import BandwidthRecord
 
@@ -31,9 +32,11 @@ class PathSpeed:
     is_prior: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """The terms of one estimate: `queue_s` is q, `transfer_s` is n / b, and what is paid whatever the size."""
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """The terms of one estimate: `queue_s` is q, `transfer_s` is n / b, and what is paid whatever the size.
+
+    A struct, as a decision makes one for every server, and a dataclass costs several times as much to make.
+    """
 
     source_tier: Tier
     size_bytes: int
@@ -51,6 +54,11 @@ class Estimate:
     def total_s(self) -> float:
         """t_load = q + n / b + overhead"""
         return self.queue_s + self.transfer_s + self.overhead_s
+
+
+def seconds_to_load(*, queue_s: float, size_bytes: int, speed: PathSpeed) -> float:
+    """t_load = q + n / b + overhead (E1, E2, E3), the sum alone."""
+    return queue_s + size_bytes * speed.seconds_per_byte + speed.overhead_s
 
 
 def estimate_load(*, queue_s: float, size_bytes: int, speed: PathSpeed) -> Estimate:

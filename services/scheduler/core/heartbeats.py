@@ -9,16 +9,15 @@ from whimbrel.wire.events import ServerJoined
 from whimbrel.wire.messages import (
     AgentHeartbeat,
     CancelLoad,
-    RouterHeartbeat,
     WorkerHeartbeat,
     WorkerState,
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands, jobs, lifecycle, loading, waiting
+from services.scheduler.core import commands, jobs, lifecycle, loading
 from services.scheduler.core.instances import Instance, InstanceEvent
 from services.scheduler.core.ready import ToAgent
-from services.scheduler.core.servers import Router, Server, Slot
+from services.scheduler.core.servers import Server, Slot
 from services.scheduler.core.settings import DETACHED_WAIT_S
 from services.scheduler.core.step import Step
 
@@ -60,50 +59,6 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
         _check_instance(step, instance, message)
     if message.instance_id is not None and message.instance_id != slot.owner:
         _unload_stray(step, slot, message.instance_id)
-
-
-def on_router_heartbeat(step: Step, message: RouterHeartbeat, reply_to: str | None) -> None:
-    """The requests that a router runs, by instance: this repairs lost news of started and finished ones (R5)."""
-    router = step.cluster.routers.get(message.router_id)
-    if router is not None and router.epoch not in (0, message.epoch):
-        forget_router(step, router)
-        router = None
-    if router is None:
-        router = Router(router_id=message.router_id, seen_s=step.now)
-        step.cluster.routers[message.router_id] = router
-    router.epoch = message.epoch
-    router.seen_s = step.now
-    active = {activity.instance_id: activity.requests for activity in message.active}
-    for instance_id in dict.fromkeys([*router.counted, *active]):
-        instance = step.cluster.instances.get(instance_id)
-        if instance is not None:
-            count_requests(step, instance, router, active.get(instance_id, 0))
-
-
-def count_requests(step: Step, instance: Instance, router: Router, requests: int) -> None:
-    """The router runs so many requests on the instance; keep-alive counts from the end of the last."""
-    before = instance.active.get(router.router_id, 0)
-    if before == requests:
-        return
-    if requests:
-        instance.active[router.router_id] = requests
-        router.counted[instance.instance_id] = None
-    else:
-        del instance.active[router.router_id]
-        router.counted.pop(instance.instance_id, None)
-        instance.idle_since_s = max(instance.idle_since_s, step.now)
-    step.cluster.touch(instance.record.server_id)
-
-
-def forget_router(step: Step, router: Router) -> None:
-    """The router is gone, its requests and those that wait with it."""
-    del step.cluster.routers[router.router_id]
-    for model in step.cluster.models.values():
-        for waiter in list(model.waiters.values()):
-            if waiter.router_id == router.router_id:
-                waiting.remove_waiter(step, model, waiter.request_id)
-    for instance_id in list(router.counted):
-        count_requests(step, step.cluster.instances[instance_id], router, 0)
 
 
 def lose_instance(step: Step, instance: Instance, reason: str) -> None:
@@ -157,8 +112,11 @@ def _check_instance(step: Step, instance: Instance, message: WorkerHeartbeat) ->
             _check_loading(step, instance, message, is_there=is_there)
         case _ if not is_there:
             is_expected = instance.state is not InstanceState.READY
-            reason = "unloaded" if is_expected else "its worker no longer has it"
+            reason = lifecycle.UNLOADED if is_expected else "its worker no longer has it"
             lifecycle.end_instance(step, instance, InstanceEvent.ENDED, reason)
+        case InstanceState.READY if message.state is WorkerState.DRAINING:
+            # It stops: new requests need another instance.
+            lifecycle.drain(step, instance)
         case InstanceState.DRAINING | InstanceState.UNLOADING:
             is_heard = message.state is WorkerState.DRAINING
             if not is_heard and step.now - instance.unload_sent_s >= step.settings.repeat_s:

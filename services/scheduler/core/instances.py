@@ -64,12 +64,45 @@ class IllegalTransition(Exception):
         super().__init__(f"an instance that is {state} can't take {event}")
 
 
+@dataclass(slots=True)
+class Running:
+    """The requests of one router on one instance: those it named, and how many more it counted.
+
+    News and counts cross: a count may include a request whose start is told a moment later, so a name takes the place
+    of an unnamed one.
+    """
+
+    names: set[str] = field(default_factory=set)
+    unnamed: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.names) + self.unnamed
+
+    def start(self, request_id: str) -> None:
+        if request_id not in self.names:
+            self.names.add(request_id)
+            self.unnamed = max(0, self.unnamed - 1)
+
+    def finish(self, request_id: str) -> None:
+        if request_id in self.names:
+            self.names.remove(request_id)
+        else:
+            self.unnamed = max(0, self.unnamed - 1)
+
+    def correct(self, count: int) -> None:
+        """The router's own count is the truth. With fewer than we have names, it isn't known which of them ended."""
+        if count < len(self.names):
+            self.names.clear()
+        self.unnamed = count - len(self.names)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Instance:
     """An instance: its durable record, and what is known of it besides. Times are monotonic seconds.
 
     `is_rebuilt` says that its times count from our own start, not from its placement; `first_wait_s` is how long the
-    oldest request waited for the placement. `active` counts running requests per router; `promised` maps requests that
+    oldest request waited for the placement. `active` has the running requests per router; `promised` maps requests that
     were given a route, and have not reached the worker yet, to the time when they are not expected any more.
     """
 
@@ -88,14 +121,13 @@ class Instance:
     detached_s: float | None = None
     ready_heard_s: float | None = None
     is_reported: bool = False
-    skeleton_s: float = 0.0
     bind_s: float = 0.0
     # Once it is ready.
     ready_s: float = 0.0
     idle_since_s: float = 0.0
     held_until_s: float | None = None
     unload_sent_s: float = -inf
-    active: dict[str, int] = field(default_factory=dict)
+    active: dict[str, Running] = field(default_factory=dict)
     promised: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -109,7 +141,7 @@ class Instance:
     @property
     def requests(self) -> int:
         """Running ones, as routers count them."""
-        return sum(self.active.values())
+        return sum(running.count for running in self.active.values())
 
     def accepts(self, event: InstanceEvent) -> bool:
         """Whether the event is news in this state."""

@@ -24,6 +24,9 @@ from services.scheduler.core.ready import ToAgent
 from services.scheduler.core.settings import PROMISE_S, REFUSED_HOLD_S
 from services.scheduler.core.step import Step
 
+# Why an instance ends that was asked to.
+UNLOADED = "unloaded"
+
 
 def start_load(step: Step, model: Model, placement: Placement) -> None:
     """→ LOADING. Agent and worker are told at the same moment, so that the skeleton is built while bytes move (L6)."""
@@ -86,6 +89,7 @@ def serve_waiters(step: Step, instance: Instance) -> None:
     for request_id in model.waiters:
         instance.promised[request_id] = step.now + PROMISE_S
     step.cluster.waiting_requests -= len(model.waiters)
+    step.cluster.waiting.pop(model.model_id, None)
     model.waiters.clear()
     model.forgive()
     step.cluster.release(model.model_id)
@@ -139,13 +143,12 @@ def end_load(step: Step, instance: Instance, event: InstanceEvent) -> None:
 
 
 def end_instance(step: Step, instance: Instance, event: InstanceEvent, reason: str) -> None:
-    """READY, DRAINING or UNLOADING → GONE. Routers forget the route."""
+    """READY, DRAINING or UNLOADING → GONE. Routers forget the route. Every reason but UNLOADED is a loss."""
     record = instance.record
     _leave(step, instance, event)
     step.send_routers(RouteRemoved(instance_id=record.instance_id, model_id=record.model_id, reason=reason))
-    is_expected = event is InstanceEvent.ENDED and record.state is not InstanceState.READY
     step.tell(
-        (InstanceUnloaded if is_expected else InstanceWasLost)(
+        (InstanceUnloaded if reason == UNLOADED else InstanceWasLost)(
             instance_id=record.instance_id,
             model_id=record.model_id,
             server_id=record.server_id,
@@ -188,8 +191,9 @@ def _learn_overhead(step: Step, instance: Instance) -> None:
     slowest_s = max((report.seconds for report in instance.load.reports), default=0.0)
     overhead_s = step.now - instance.placed_s - instance.load.queue_s - slowest_s
     tier = instance.load.source_tier
-    server.bandwidths[tier] = observe_overhead(server.bandwidth(tier), overhead_s)
-    step.save(server.bandwidths[tier])
+    record = observe_overhead(server.bandwidth(tier), overhead_s)
+    server.learn(record)
+    step.save(record)
 
 
 def _tell_ready(step: Step, instance: Instance) -> None:

@@ -66,7 +66,6 @@ def on_instance_became_ready(step: Step, message: InstanceBecameReady, reply_to:
     instance = step.cluster.instances.get(message.instance_id)
     if instance is None or instance.state is not InstanceState.LOADING:
         return
-    instance.skeleton_s = message.skeleton_s
     instance.bind_s = message.bind_s
     instance.is_reported = True
     hear_ready(step, instance)
@@ -81,7 +80,7 @@ def on_instance_ended(step: Step, message: InstanceEnded, reply_to: str | None) 
     if instance is None:
         return
     if instance.state is not InstanceState.LOADING:
-        reason = "unloaded" if message.error is None else message.error.code
+        reason = lifecycle.UNLOADED if message.error is None else message.error.code
         lifecycle.end_instance(step, instance, InstanceEvent.ENDED, reason)
     elif message.error is not None:
         instance.detached_s = step.now
@@ -152,11 +151,10 @@ def _learn_transfers(step: Step, message: LoadFinished) -> None:
     server = step.cluster.server(message.server_id, now=step.now)
     for report in message.reports:
         if report.size_bytes > 0 and report.tier is not Tier.GPU:
-            server.bandwidths[report.tier] = observe_transfer(
-                server.bandwidth(report.tier), size_bytes=report.size_bytes, seconds=report.seconds
-            )
-            step.save(server.bandwidths[report.tier])
-    server.view = None
+            known = server.bandwidth(report.tier)
+            record = observe_transfer(known, size_bytes=report.size_bytes, seconds=report.seconds)
+            server.learn(record)
+            step.save(record)
 
 
 def _loading_by_task(step: Step, server_id: str, task_id: str) -> Instance | None:

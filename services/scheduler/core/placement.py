@@ -3,7 +3,7 @@
 For each server: the estimate of loading there from the fastest tier that has the model (C1), plus, where an idle
 instance must be evicted first, the time to load that one again from DRAM, which is what its next request may pay:
 models count equally (C6). Then the cheapest server overall (C2). Ties go to fewer evictions, then to the lower
-server id and slot (C5). No slot anywhere is no error: the task is deferred (C4).
+server id (C5); of a server's free slots the lowest. No slot anywhere is no error: the task is deferred (C4).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
 from whimbrel.wire.messages import Tier
 
-from services.scheduler.core.estimates import Estimate, PathSpeed, estimate_load
+from services.scheduler.core.estimates import Estimate, PathSpeed, estimate_load, seconds_to_load
 
 
 class Refusal(StrEnum):
@@ -51,9 +52,15 @@ class ServerView:
     residency: Mapping[tuple[str, str], Tier]
     speeds: Mapping[Tier, PathSpeed]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a slot is free or could be at once."""
+        return bool(self.free_slots or self.idle)
+
     def queue_s(self, now: float) -> float:
         """q"""
-        return max(0.0, self.running_ends_s - now) + self.queued_s
+        running_s = self.running_ends_s - now
+        return running_s + self.queued_s if running_s > 0.0 else self.queued_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +81,13 @@ class Task:
     size_bytes: int
     avoid: frozenset[str] = frozenset()
 
+    @property
+    def checkpoint(self) -> tuple[str, str]:
+        """The key of residency: only the very same bytes count (C1)."""
+        return self.model_id, self.checkpoint_digest
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One server's terms: either an estimate and a slot, or why not."""
 
     server_id: str
@@ -89,6 +100,19 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reasons:
+    """What a decision was made from. Its candidates are worked out when somebody asks why, which is seldom."""
+
+    snapshot: Snapshot
+    task: Task
+    now: float
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every server with its terms."""
+        return tuple(_candidate(server, self.task, self.now) for server in self.snapshot.servers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Load here. The instances in `evict` must go first; they are idle."""
 
@@ -97,7 +121,7 @@ class Placement:
     slot: int
     estimate: Estimate
     evict: tuple[str, ...]
-    candidates: tuple[Candidate, ...]
+    reasons: Reasons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +129,7 @@ class Deferred:
     """Nowhere now: held, and tried again when a slot is released."""
 
     model_id: str
-    candidates: tuple[Candidate, ...]
+    reasons: Reasons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,43 +145,59 @@ Decision = Placement | Deferred | NeverFits
 
 
 def choose(snapshot: Snapshot, task: Task, now: float) -> Decision:
-    """Where to load the task's model, with every server's terms as reasons."""
+    """Where to load the task's model, and from what that was concluded."""
     if snapshot.capacity_bytes_max is not None and task.size_bytes > snapshot.capacity_bytes_max:
         return NeverFits(model_id=task.model_id, need_bytes=task.size_bytes, capacity_bytes=snapshot.capacity_bytes_max)
-    candidates = tuple(_candidate(server, task, now) for server in snapshot.servers)
-    best = min((c for c in candidates if c.estimate is not None), key=_rank, default=None)
-    if best is None:
-        return Deferred(model_id=task.model_id, candidates=candidates)
-    assert best.estimate is not None
+    reasons = Reasons(snapshot=snapshot, task=task, now=now)
+    checkpoint = task.checkpoint
+    ranks = [rank for server in snapshot.servers if (rank := _rank(server, task, checkpoint, now)) is not None]
+    if not ranks:
+        return Deferred(model_id=task.model_id, reasons=reasons)
+    *_, server = min(ranks)
+    best = _candidate(server, task, now)
+    assert best.estimate is not None, "what has a rank can take the model"
     return Placement(
         model_id=task.model_id,
         server_id=best.server_id,
         slot=best.slot,
         estimate=best.estimate,
         evict=best.evict,
-        candidates=candidates,
+        reasons=reasons,
     )
 
 
-def _rank(candidate: Candidate) -> tuple[bool, float, int, str, int]:
-    assert candidate.estimate is not None
-    cost_s = candidate.estimate.total_s + candidate.eviction_s
-    return candidate.is_avoided, cost_s, len(candidate.evict), candidate.server_id, candidate.slot
+def _rank(
+    server: ServerView, task: Task, checkpoint: tuple[str, str], now: float
+) -> tuple[bool, float, int, str, ServerView] | None:
+    """What servers are compared by, the least being best; None for one that can't take the model now. The same terms as
+    in `_candidate`, without making values of them: this runs for every server of every decision."""
+    size_bytes = task.size_bytes
+    if size_bytes > server.capacity_bytes or not (server.free_slots or server.idle):
+        return None
+    is_easy = server.free_slots and size_bytes <= server.capacity_bytes - server.used_bytes
+    evicted = () if is_easy else _evictions(server, size_bytes)
+    if evicted is None:
+        return None
+    speed = server.speeds[server.residency.get(checkpoint, Tier.REMOTE)]
+    cost_s = seconds_to_load(queue_s=server.queue_s(now), size_bytes=size_bytes, speed=speed)
+    for instance in evicted:
+        cost_s += instance.reload_s
+    return server.server_id in task.avoid, cost_s, len(evicted), server.server_id, server
 
 
 def _candidate(server: ServerView, task: Task, now: float) -> Candidate:
     if task.size_bytes > server.capacity_bytes:
         return Candidate(server_id=server.server_id, refusal=Refusal.TOO_SMALL)
-    if not server.free_slots and not server.idle:
+    if not server.is_open:
         return Candidate(server_id=server.server_id, refusal=Refusal.BUSY)
     evicted = _evictions(server, task.size_bytes)
     if evicted is None:
         return Candidate(server_id=server.server_id, refusal=Refusal.NO_ROOM)
-    tier = server.residency.get((task.model_id, task.checkpoint_digest), Tier.REMOTE)
+    speed = server.speeds[server.residency.get(task.checkpoint, Tier.REMOTE)]
     return Candidate(
         server_id=server.server_id,
         slot=server.free_slots[0] if server.free_slots else evicted[0].slot,
-        estimate=estimate_load(queue_s=server.queue_s(now), size_bytes=task.size_bytes, speed=server.speeds[tier]),
+        estimate=estimate_load(queue_s=server.queue_s(now), size_bytes=task.size_bytes, speed=speed),
         evict=tuple(instance.instance_id for instance in evicted),
         eviction_s=sum(instance.reload_s for instance in evicted),
         is_avoided=server.server_id in task.avoid,

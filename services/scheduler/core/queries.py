@@ -23,7 +23,7 @@ from whimbrel.wire.records import InstanceState
 
 from services.scheduler.core import commands
 from services.scheduler.core.models import Model
-from services.scheduler.core.servers import Router, Server, Slot
+from services.scheduler.core.servers import Server, Slot
 from services.scheduler.core.step import Step
 
 
@@ -49,8 +49,7 @@ def on_get_job(step: Step, message: GetJob, reply_to: str | None) -> None:
 
 def on_get_routes(step: Step, message: GetRoutes, reply_to: str | None) -> None:
     """A router starts, or resynchronises: it hears of routes from now on."""
-    routers = step.cluster.routers
-    routers.setdefault(message.router_id, Router(router_id=message.router_id, seen_s=step.now)).seen_s = step.now
+    step.cluster.hear_router(message.router_id, now=step.now)
     routes = tuple(
         commands.route_added(instance)
         for instance in step.cluster.instances.values()

@@ -9,6 +9,7 @@ from whimbrel.wire.messages import AgentHeartbeat, Tier, WorkerHeartbeat
 from whimbrel.wire.records import BandwidthRecord
 
 from services.scheduler.core.bandwidth import prior
+from services.scheduler.core.estimates import PathSpeed, path_speeds
 from services.scheduler.core.placement import ServerView
 from services.scheduler.core.queues import LoadQueue
 
@@ -48,7 +49,8 @@ class Slot:
 class Server:
     """A machine: its storage agent, its slots, its load queue and what was learned of its tiers.
 
-    `instances` are those whose bytes lie in its pool; `view` is what placement sees, None when out of date.
+    `instances` are those whose bytes lie in its pool; `view` is what placement sees, None when out of date;
+    `capacity_bytes` is the largest model that could be here: it passes through the SSD and stays in the pool.
     """
 
     server_id: str
@@ -61,13 +63,20 @@ class Server:
     instances: dict[str, None] = field(default_factory=dict)
     residency: dict[tuple[str, str], Tier] = field(default_factory=dict)
     view: ServerView | None = None
+    capacity_bytes: int = 0
+    _speeds: dict[Tier, PathSpeed] | None = None
 
-    @property
-    def capacity_bytes(self) -> int:
-        """The largest model that could be here: it passes through the SSD and stays in the pool."""
-        if self.heartbeat is None:
-            return 0
-        return min(self.heartbeat.pool_size_bytes, self.heartbeat.ssd_size_bytes)
+    def speeds(self) -> dict[Tier, PathSpeed]:
+        """How fast its paths are, worked out once for what is known now."""
+        if self._speeds is None:
+            self._speeds = path_speeds(self.server_id, self.bandwidths, self.probe_bytes_per_s)
+        return self._speeds
+
+    def learn(self, record: BandwidthRecord) -> None:
+        """What is known of a tier from now on."""
+        self.bandwidths[record.tier] = record
+        self._speeds = None
+        self.view = None
 
     def bandwidth(self, tier: Tier) -> BandwidthRecord:
         """What is known of a tier, be it only a prior."""
@@ -77,9 +86,17 @@ class Server:
     def probe_bytes_per_s(self) -> float:
         return 0.0 if self.heartbeat is None else self.heartbeat.probe_bandwidth_bytes_per_s
 
+    def forget(self) -> None:
+        """It has been away for so long that it counts no more."""
+        self.heartbeat = None
+        self.capacity_bytes = 0
+
     def hear(self, heartbeat: AgentHeartbeat) -> None:
         """Take over what the agent says of itself: it is the truth about its tiers."""
+        if heartbeat.probe_bandwidth_bytes_per_s != self.probe_bytes_per_s:
+            self._speeds = None
         self.heartbeat = heartbeat
+        self.capacity_bytes = min(heartbeat.pool_size_bytes, heartbeat.ssd_size_bytes)
         residency: dict[tuple[str, str], Tier] = {}
         for resident in heartbeat.resident:
             key = (resident.model_id, resident.checkpoint_digest)

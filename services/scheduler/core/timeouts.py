@@ -7,7 +7,7 @@ from whimbrel.wire.errors import Unavailable
 from whimbrel.wire.events import ServerLost
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import heartbeats, jobs, lifecycle, loading, scaling, waiting
+from services.scheduler.core import heartbeats, jobs, lifecycle, loading, routers, scaling, waiting
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.models import Model, Reservation
 from services.scheduler.core.servers import Server, Slot
@@ -35,8 +35,8 @@ def pardon(step: Step) -> None:
             slot.seen_s = now
     for router in cluster.routers.values():
         router.seen_s = now
-    for model in cluster.models.values():
-        for waiter in model.waiters.values():
+    for model_id in cluster.waiting:
+        for waiter in cluster.models[model_id].waiters.values():
             waiter.repeated_s = now
     for instance in cluster.instances.values():
         instance.progress_s = now
@@ -47,7 +47,7 @@ def _lose_silent(step: Step) -> None:
     oldest_s = step.now - step.settings.lost_after_s
     for router in list(step.cluster.routers.values()):
         if router.seen_s < oldest_s:
-            heartbeats.forget_router(step, router)
+            routers.forget_router(step, router)
     for slot in list(step.cluster.slots()):
         if slot.is_alive and slot.seen_s < oldest_s:
             _lose_slot(step, slot)
@@ -81,7 +81,7 @@ def _forget_long_lost(step: Step, server: Server) -> None:
     """A server that never came back counts no more for what may fit; what was learned of its tiers is kept."""
     oldest_s = step.now - FORGET_SERVER_S
     if server.heartbeat is not None and not server.is_alive and server.seen_s < oldest_s:
-        server.heartbeat = None
+        server.forget()
         step.cluster.touch(server.server_id)
     for slot in list(server.slots.values()):
         if not slot.is_alive and slot.seen_s < oldest_s and slot.owner is None and slot.reserved_for is None:
@@ -121,7 +121,7 @@ def _drain_for_starving(step: Step) -> None:
     """A model that has waited for `fair_wait_s` gets the slot of whoever has been ready longest."""
     cluster = step.cluster
     oldest_s = step.now - step.settings.fair_wait_s
-    starving = [m for m in cluster.models.values() if m.waiters and m.oldest_wait_s <= oldest_s]
+    starving = [m for m in map(cluster.models.__getitem__, cluster.waiting) if m.oldest_wait_s <= oldest_s]
     for model in sorted(starving, key=lambda model: (model.oldest_wait_s, model.model_id)):
         if _is_served_soon(step, model):
             continue

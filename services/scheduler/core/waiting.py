@@ -25,7 +25,6 @@ from services.scheduler.core.instances import Instance
 from services.scheduler.core.models import Model, Reservation, Waiter
 from services.scheduler.core.placement import NeverFits, Placement, Task, choose
 from services.scheduler.core.ready import ToRouter
-from services.scheduler.core.servers import Router
 from services.scheduler.core.settings import PROMISE_S
 from services.scheduler.core.step import Question, Step
 
@@ -33,9 +32,7 @@ from services.scheduler.core.step import Question, Step
 def on_place_model(step: Step, message: PlaceModel, reply_to: str | None) -> None:
     """A request needs an instance. With one that is ready, it has its route in this very step."""
     model = servable_model(step, message.model_id)
-    step.cluster.routers.setdefault(
-        message.router_id, Router(router_id=message.router_id, seen_s=step.now)
-    ).seen_s = step.now
+    step.cluster.hear_router(message.router_id, now=step.now)
     instance = step.cluster.ready_instance(model)
     if instance is not None:
         step.answer(reply_to, _promise(step, instance, message.request_id))
@@ -78,6 +75,7 @@ def remove_waiter(step: Step, model: Model, request_id: str) -> None:
         return
     step.cluster.waiting_requests -= 1
     if not model.waiters:
+        del step.cluster.waiting[model.model_id]
         step.cluster.release(model.model_id)
         model.forgive()
 
@@ -85,7 +83,7 @@ def remove_waiter(step: Step, model: Model, request_id: str) -> None:
 def expire(step: Step) -> None:
     """Waiters whose router stopped repeating them are gone."""
     oldest_s = step.now - step.settings.waiter_silent_s
-    for model in step.cluster.models.values():
+    for model in [step.cluster.models[model_id] for model_id in step.cluster.waiting]:
         for waiter in list(model.waiters.values()):
             if waiter.repeated_s < oldest_s:
                 remove_waiter(step, model, waiter.request_id)
@@ -124,7 +122,7 @@ def _due(step: Step) -> list[Model]:
         cluster.release(model_id)
     others = step.wanted.keys()
     if cluster.is_released and cluster.waiting_requests and cluster.has_open_slot():
-        others = {k: None for k, model in cluster.models.items() if model.waiters}.keys()
+        others = cluster.waiting.keys()
     cluster.is_released = False
     return [*_by_age(step, fulfilled), *_by_age(step, others - set(fulfilled))]
 
@@ -198,6 +196,7 @@ def _add_waiter(step: Step, model: Model, message: PlaceModel) -> None:
     if step.cluster.waiting_requests >= settings.waiting_max:
         raise QueueFull(queue="the cluster", limit=settings.waiting_max)
     step.cluster.waiting_requests += 1
+    step.cluster.waiting[model.model_id] = None
     model.waiters[message.request_id] = Waiter(
         request_id=message.request_id, router_id=message.router_id, since_s=since_s, repeated_s=step.now
     )

@@ -33,17 +33,10 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState, JobRecord, ModelRecord
 
-from services.scheduler.core.ready import Arrived, Ready, Reply, ToAgent
+from services.scheduler.core.ready import Arrived, Ready, ToAgent
 from services.scheduler.core.settings import ENDED_JOBS_MAX, Settings
-from tests.unit.scheduler.test_cold_requests import a_cluster, place
+from tests.unit.scheduler.builders import a_cluster, ask, place
 from tests.unit.scheduler.toys import ToyCluster
-
-
-def ask(cluster: ToyCluster, message: Message) -> Message:
-    """The answer to a request."""
-    messages = cluster.deliver(Arrived(message=message, reply_to="r")).messages
-    (answer,) = [outgoing.message for outgoing in messages if outgoing.to == Reply(reply_to="r")]
-    return answer
 
 
 def deploy(

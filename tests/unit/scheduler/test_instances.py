@@ -8,7 +8,7 @@ import pytest
 from whimbrel.wire.messages import Tier
 from whimbrel.wire.records import InstanceRecord, InstanceState
 
-from services.scheduler.core.instances import TRANSITIONS, IllegalTransition, Instance, InstanceEvent
+from services.scheduler.core.instances import TRANSITIONS, IllegalTransition, Instance, InstanceEvent, Running
 
 S, E = InstanceState, InstanceEvent
 LEGAL = {
@@ -56,6 +56,34 @@ def test_every_state_takes_the_legal_events_and_refuses_the_others(state: Instan
         with pytest.raises(IllegalTransition, match=f"{state} can't take {event}"):
             instance.enter(event)
         assert instance.state is state, "the machine does not move"
+
+
+@pytest.mark.parametrize(
+    ("news", "count"),
+    [
+        pytest.param("+a", 1, id="a start"),
+        pytest.param("+a +a", 1, id="the same start again"),
+        pytest.param("+a -a", 0, id="start and end"),
+        pytest.param("1 +a -a", 0, id="counted before its start was told"),
+        pytest.param("+a 1 -a", 0, id="counted after its start was told"),
+        pytest.param("2 +a +b +c", 3, id="more starts than counted"),
+        pytest.param("+a 0", 0, id="a lost end"),
+        pytest.param("+a +b 1 -b", 0, id="a lost end, and it is not known whose"),
+        pytest.param("2 -a", 1, id="a lost start"),
+        pytest.param("-a", 0, id="a lost start, and no count"),
+    ],
+)
+def test_the_requests_of_a_router_are_counted_whatever_crosses_or_gets_lost(news: str, count: int) -> None:
+    """R5: `+` is a start, `-` an end, a number the router's count."""
+    running = Running()
+    for word in news.split():
+        if word[0] == "+":
+            running.start(word)
+        elif word[0] == "-":
+            running.finish("+" + word[1:])
+        else:
+            running.correct(int(word))
+    assert running.count == count
 
 
 def test_the_table_is_total_and_only_gone_is_terminal() -> None:

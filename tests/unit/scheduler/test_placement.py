@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from whimbrel.wire.messages import Tier
 
@@ -98,6 +100,40 @@ def test_the_cheapest_server_is_chosen(servers: list[ServerView], chosen: str) -
     assert decision.server_id == chosen
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_no_candidate_is_better_than_the_chosen_one(seed: int) -> None:
+    """C1, C2, C5: the choice agrees with the terms that explain it, on random clusters."""
+    chance = random.Random(seed)
+    servers = []
+    for number in range(chance.randrange(1, 8)):
+        idle = tuple(
+            an_idle(f"i{number}-{k}", slot=k, size_bytes=chance.randrange(1, 3) * GB, since_s=k)
+            for k in range(1, chance.randrange(1, 4))
+        )
+        servers.append(
+            a_server(
+                f"s{number}",
+                tier=chance.choice([None, Tier.SSD, Tier.DRAM]),
+                free=(0,) if chance.random() < 0.5 else (),
+                idle=idle,
+                queue_s=chance.choice([0.0, 0.0, 2.0]),
+                capacity_bytes=chance.randrange(1, 9) * GB,
+            )
+        )
+    avoid = frozenset({"s0"}) if chance.random() < 0.3 else frozenset()
+    decision = place(*servers, size_bytes=GB, avoid=avoid)
+    assert not isinstance(decision, NeverFits)
+    terms = {
+        c.server_id: (c.is_avoided, c.estimate.total_s + c.eviction_s, len(c.evict), c.server_id)
+        for c in decision.reasons.candidates()
+        if c.estimate is not None
+    }
+    if isinstance(decision, Placement):
+        assert decision.server_id == min(terms, key=lambda server_id: terms[server_id])
+    else:
+        assert not terms
+
+
 def test_the_answer_names_server_slot_and_terms_and_keeps_every_candidate() -> None:
     """C3"""
     decision = place(
@@ -112,7 +148,7 @@ def test_the_answer_names_server_slot_and_terms_and_keeps_every_candidate() -> N
     assert decision.estimate.transfer_s == pytest.approx(1.0)
     assert decision.estimate.overhead_s == pytest.approx(0.1)
     assert decision.estimate.source_tier is Tier.SSD
-    reasons = {candidate.server_id: candidate.refusal for candidate in decision.candidates}
+    reasons = {candidate.server_id: candidate.refusal for candidate in decision.reasons.candidates()}
     assert reasons == {"s0": None, "s1": Refusal.BUSY, "s2": Refusal.TOO_SMALL, "s3": Refusal.NO_ROOM}
 
 
@@ -146,14 +182,14 @@ def test_as_many_idle_instances_go_as_the_model_needs_room() -> None:
 def test_idle_instances_that_are_not_enough_are_left_alone() -> None:
     decision = place(a_server("s0", idle=(an_idle("i1"),), capacity_bytes=4 * GB, used_bytes=2 * GB), size_bytes=3 * GB)
     assert isinstance(decision, Deferred)
-    assert decision.candidates[0].refusal is Refusal.NO_ROOM
+    assert decision.reasons.candidates()[0].refusal is Refusal.NO_ROOM
 
 
 def test_without_a_slot_the_task_is_deferred_not_failed() -> None:
     """C4"""
     decision = place(a_server("s0", free=()), a_server("s1", free=()))
     assert isinstance(decision, Deferred)
-    assert [candidate.refusal for candidate in decision.candidates] == [Refusal.BUSY, Refusal.BUSY]
+    assert [candidate.refusal for candidate in decision.reasons.candidates()] == [Refusal.BUSY, Refusal.BUSY]
     assert isinstance(place(), Deferred), "a cluster without servers may get some"
 
 

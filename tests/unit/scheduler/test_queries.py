@@ -18,9 +18,9 @@ from whimbrel.wire.messages import (
 
 from services.scheduler.core.ready import Arrived
 from services.scheduler.core.settings import Settings
-from tests.unit.scheduler.test_cold_requests import a_cluster, place
-from tests.unit.scheduler.test_imports import ask
-from tests.unit.scheduler.toys import GB, ToyCluster
+from tests.unit.scheduler.builders import a_cluster, ask, place
+from tests.unit.scheduler.toy_peers import GB
+from tests.unit.scheduler.toys import ToyCluster
 
 
 def models(cluster: ToyCluster) -> dict[str, ModelSummary]:

@@ -41,7 +41,8 @@ from whimbrel.wire.messages import (
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.recovery import take_over
 from services.scheduler.service import SchedulerService
-from tests.unit.scheduler.toys import GB, a_model_record
+from tests.unit.scheduler.toy_peers import GB
+from tests.unit.scheduler.toys import a_model_record
 
 WAIT_S_MAX = 5.0
 

@@ -16,8 +16,9 @@ from whimbrel.wire.records import InstanceState
 
 from services.scheduler.core.ready import Arrived, UnloadRefused
 from services.scheduler.core.settings import Settings
-from tests.unit.scheduler.test_cold_requests import a_cluster, place
-from tests.unit.scheduler.toys import GB, ToyCluster, a_model_record
+from tests.unit.scheduler.builders import a_cluster, place
+from tests.unit.scheduler.toy_peers import GB
+from tests.unit.scheduler.toys import ToyCluster, a_model_record
 
 
 def unloads(cluster: ToyCluster) -> list[UnloadInstance]:
@@ -55,14 +56,18 @@ def test_a_waiting_model_is_placed_the_moment_the_last_request_of_a_busy_one_end
 
 def test_who_waited_longest_is_placed_first() -> None:
     """C4"""
-    cluster = a_cluster(*"abc", settings=Settings(fair_wait_s=100.0))
-    cluster.router.request("q1", "a", run_s=5.0)
+    cluster = a_cluster(*"abcdef", settings=Settings(fair_wait_s=100.0))
+    cluster.router.request("q", "a", run_s=5.0)
     cluster.run(3.0)
-    cluster.deliver(place("q3", "c", waited_s=0.0))
-    cluster.deliver(place("q2", "b", waited_s=1.0))
-    cluster.run(6.0)
+    for waited_s, model_id in enumerate("fdbec"):
+        cluster.deliver(place(f"q-{model_id}", model_id, waited_s=waited_s))
+    for _ in range(40):
+        cluster.run(1.0)
+        for waited_s, model_id in enumerate("fdbec"):
+            if not any(isinstance(m, LoadModel) and m.model_id == model_id for m in cluster.said_to_all(LoadModel)):
+                cluster.deliver(place(f"q-{model_id}", model_id, waited_s=waited_s))
     loads = [message.model_id for message in cluster.said_to_all(LoadModel) if isinstance(message, LoadModel)]
-    assert loads[:2] == ["a", "b"]
+    assert loads == list("acebdf")
 
 
 def test_a_busy_instance_is_drained_for_a_model_that_waited_too_long_and_its_requests_end_well() -> None:

@@ -13,7 +13,8 @@ from whimbrel.wire.records import InstanceState
 
 from services.scheduler.core.ready import Ready
 from services.scheduler.core.settings import Settings
-from tests.unit.scheduler.toys import GB, ToyCluster, ToyRequest, a_model_record
+from tests.unit.scheduler.toy_peers import GB, ToyRequest
+from tests.unit.scheduler.toys import ToyCluster, a_model_record
 
 STEPS = 60
 SEEDS = range(20)
@@ -31,6 +32,7 @@ def check_invariants(cluster: ToyCluster, ready: Ready) -> None:
     standing = [r.model_id for r in instances if r.state is not InstanceState.DRAINING]
     assert len(set(standing)) == len(standing), "a model is loaded once"
     assert state.waiting_requests == sum(len(model.waiters) for model in state.models.values())
+    assert set(state.waiting) == {model.model_id for model in state.models.values() if model.waiters}
     for model_id, reservation in state.reservations.items():
         slot = state.servers[reservation.server_id].slots[reservation.slot]
         assert slot.reserved_for == model_id

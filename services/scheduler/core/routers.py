@@ -1,0 +1,75 @@
+"""Owns the routers: which of them live, and what they run on which instance (R2, R5). It decides what is idle.
+
+A router tells each start and end of a request at once; its heartbeats repair what of that got lost.
+"""
+
+from __future__ import annotations
+
+from whimbrel.wire.messages import InferenceFinished, InferenceStarted, RouterHeartbeat
+
+from services.scheduler.core import waiting
+from services.scheduler.core.instances import Instance, Running
+from services.scheduler.core.servers import Router
+from services.scheduler.core.step import Step
+
+
+def on_inference_started(step: Step, message: InferenceStarted, reply_to: str | None) -> None:
+    instance = step.cluster.instances.get(message.instance_id)
+    if instance is None:
+        return
+    waiting.keep_promise(step, instance, message.request_id)
+    _running(instance, message.router_id).start(message.request_id)
+    _settle(step, instance, step.cluster.hear_router(message.router_id, now=step.now))
+    waiting.remove_waiter(step, step.cluster.models[instance.record.model_id], message.request_id)
+
+
+def on_inference_finished(step: Step, message: InferenceFinished, reply_to: str | None) -> None:
+    instance = step.cluster.instances.get(message.instance_id)
+    if instance is None:
+        return
+    waiting.keep_promise(step, instance, message.request_id)
+    _running(instance, message.router_id).finish(message.request_id)
+    _settle(step, instance, step.cluster.hear_router(message.router_id, now=step.now))
+
+
+def on_router_heartbeat(step: Step, message: RouterHeartbeat, reply_to: str | None) -> None:
+    known = step.cluster.routers.get(message.router_id)
+    if known is not None and known.epoch not in (0, message.epoch):
+        forget_router(step, known)
+    router = step.cluster.hear_router(message.router_id, now=step.now)
+    router.epoch = message.epoch
+    counts = {activity.instance_id: activity.requests for activity in message.active}
+    for instance_id in dict.fromkeys([*router.counted, *counts]):
+        instance = step.cluster.instances.get(instance_id)
+        if instance is not None:
+            _running(instance, router.router_id).correct(counts.get(instance_id, 0))
+            _settle(step, instance, router)
+
+
+def forget_router(step: Step, router: Router) -> None:
+    """The router is gone, its requests and those that wait with it."""
+    for model in [step.cluster.models[model_id] for model_id in step.cluster.waiting]:
+        for waiter in list(model.waiters.values()):
+            if waiter.router_id == router.router_id:
+                waiting.remove_waiter(step, model, waiter.request_id)
+    for instance_id in list(router.counted):
+        instance = step.cluster.instances[instance_id]
+        instance.active[router.router_id].correct(0)
+        _settle(step, instance, router)
+    del step.cluster.routers[router.router_id]
+
+
+def _running(instance: Instance, router_id: str) -> Running:
+    return instance.active.setdefault(router_id, Running())
+
+
+def _settle(step: Step, instance: Instance, router: Router) -> None:
+    """After the router's requests on the instance changed: keep-alive counts from the end of the last one."""
+    if instance.active[router.router_id].count:
+        router.counted[instance.instance_id] = None
+    else:
+        del instance.active[router.router_id]
+        if instance.instance_id in router.counted:
+            del router.counted[instance.instance_id]
+            instance.idle_since_s = max(instance.idle_since_s, step.now)
+    step.cluster.touch(instance.record.server_id)

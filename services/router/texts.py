@@ -55,6 +55,10 @@ class ModelText:
         self._control_tokens = tuple(str(token) for token in tokenizer.added_tokens_encoder)
         self._is_chat = bool(tokenizer.chat_template)
 
+    def for_model(self, model_id: str) -> ModelText:
+        """The same text under another model's name; the parsed tokenizer is shared."""
+        return ModelText(model_id, self._tokenizer, self.settings)
+
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a completion prompt, with the model's own first token where it has one."""
         return list(self._backend.encode(text).ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import shutil
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import obstore
 import structlog
@@ -63,6 +65,7 @@ class Tokenizers:
         self._spawn = spawn
         self._texts: OrderedDict[Key, ModelText] = OrderedDict()
         self._loads: dict[Key, asyncio.Future[ModelText]] = {}
+        self._by_content: WeakValueDictionary[str, ModelText] = WeakValueDictionary()
         # One thread: parsing holds the interpreter, and loads of several models at once would only slow down requests.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizers")
 
@@ -99,7 +102,7 @@ class Tokenizers:
         try:
             directory = await self._fetch(model_id, digest)
             text = await asyncio.get_running_loop().run_in_executor(
-                self._executor, _load_or_forget, model_id, directory
+                self._executor, self._load_or_share, model_id, directory
             )
         except WhimbrelError as error:
             load.set_exception(error)
@@ -111,6 +114,14 @@ class Tokenizers:
         finally:
             del self._loads[key]
             load.cancel()
+
+    def _load_or_share(self, model_id: str, directory: Path) -> ModelText:
+        """Runs in the one thread. Fine-tunes have their base model's files: those are parsed and kept once."""
+        content = _content_digest(directory)
+        known = self._by_content.get(content)
+        text = _load_or_forget(model_id, directory) if known is None else known.for_model(model_id)
+        self._by_content[content] = text
+        return text
 
     def _keep(self, key: Key, text: ModelText) -> None:
         # An older digest of the same model is of no use to anybody.
@@ -148,6 +159,15 @@ class Tokenizers:
             answer = await obstore.get_async(store, entry["path"])
             files[name] = bytes(await answer.bytes_async())
         return files
+
+
+def _content_digest(directory: Path) -> str:
+    digest = hashlib.blake2b()
+    for path in sorted(directory.iterdir()):
+        data = path.read_bytes()
+        digest.update(f"{path.name} {len(data)} ".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def _load_or_forget(model_id: str, directory: Path) -> ModelText:

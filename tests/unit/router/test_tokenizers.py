@@ -137,3 +137,17 @@ async def test_a_file_that_is_too_large_is_not_read(
 async def test_a_digest_cannot_leave_the_cache(make: Make, repository: Path, digest: str) -> None:
     error = await error_of(make(repository.as_uri()).get("tiny", digest))
     assert "is no checkpoint digest" in str(error)
+
+
+async def test_two_models_with_the_same_files_share_one_tokenizer_and_keep_their_names(
+    make: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Fine-tunes of one base model: parsing holds the interpreter, and a tokenizer takes memory."""
+    for name in ("base", "fine-tune"):
+        write_model(tmp_path / "repository" / name, tokenizer)
+    write_model(tmp_path / "repository" / "other", tokenizer, context_tokens=77)
+    tokenizers = make((tmp_path / "repository").as_uri())
+    base, fine_tune, other = [await tokenizers.get(name, "d1") for name in ("base", "fine-tune", "other")]
+    assert base._tokenizer is fine_tune._tokenizer
+    assert base._tokenizer is not other._tokenizer
+    assert (base.model_id, fine_tune.model_id, other.settings.context_tokens) == ("base", "fine-tune", 77)

@@ -21,6 +21,7 @@ class RouterConfig:
     router_id: str = "router-0"
     log_level: str = "info"
     metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
     http_host: str = "127.0.0.1"
     http_port: int = 8343
     # From the arrival of a request to its first token, whatever it waits for; the paper's evaluation uses 300 s.

@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 import uvloop
 
 from whimbrel.chassis import telemetry
+from whimbrel.chassis.config import ConfigError, from_env
 from whimbrel.chassis.logging import configure
 from whimbrel.chassis.status_page import StatusPage
 
@@ -58,6 +59,36 @@ class Service(Protocol):
 
 class _Stopped(Exception):
     """Ends the task group of a service that was asked to stop."""
+
+
+class ProcessConfig(Protocol):
+    """What every service's configuration has for its process."""
+
+    @property
+    def log_level(self) -> str: ...
+
+    @property
+    def metrics_port(self) -> int: ...
+
+    @property
+    def metrics_host(self) -> str: ...
+
+
+C = TypeVar("C", bound=ProcessConfig)
+
+
+def start(config_class: type[C], make_service: Callable[[C], Service]) -> NoReturn:
+    """Configure a service from the environment and run it as this process; a wrong variable ends it by name."""
+    try:
+        config = from_env(config_class, os.environ)
+    except ConfigError as error:
+        sys.exit(str(error))
+    main(
+        make_service(config),
+        log_level=config.log_level,
+        metrics_port=config.metrics_port,
+        metrics_host=config.metrics_host,
+    )
 
 
 def main(service: Service, *, log_level: str, metrics_port: int, metrics_host: str = "127.0.0.1") -> NoReturn:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 
-from whimbrel.chassis.config import ConfigError, from_env
-from whimbrel.chassis.service import main
+from whimbrel.chassis.service import start
 
 from services.gpu_worker.config import EngineName, WorkerConfig
 from services.gpu_worker.engines.echo_engine import EchoCosts, EchoEngine
@@ -32,9 +30,4 @@ def make_engine(config: WorkerConfig) -> Engine:
 
 
 if __name__ == "__main__":
-    try:
-        config = from_env(WorkerConfig, os.environ)
-    except ConfigError as error:
-        sys.exit(str(error))
-    service = WorkerService(config, lambda: make_engine(config))
-    main(service, log_level=config.log_level, metrics_port=config.metrics_port)
+    start(WorkerConfig, lambda config: WorkerService(config, lambda: make_engine(config)))

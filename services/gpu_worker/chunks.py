@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 import ckptio
@@ -13,12 +15,19 @@ from whimbrel.wire.messages import AttachInstance
 
 CONFIG_FILE = "config.json"
 
+# Pages are put into this process's page tables in pieces, so that giving the chunks back never waits for long.
+TOUCH_BYTES = 16 * 1024 * 1024
+_MADV_POPULATE_READ = 22
+
+_libc = ctypes.CDLL(None)
+
 
 class LentChunks:
     """Chunks of the agent's pool, mapped under a lease that is held until `close`. Made by `take`."""
 
     def __init__(self, lease: int, index: ckptio.Index, mappings: list[ckptio.Mapping]) -> None:
         self._lease: int | None = lease
+        self._lock = threading.Lock()
         self.index = index
         self.mappings = mappings
 
@@ -39,13 +48,27 @@ class LentChunks:
             os.close(lease)
             raise
 
+    def touch(self) -> None:
+        """Take the page faults of the mappings now, while the bytes may still be on their way; blocks for milliseconds.
+
+        A quarter of a gigabyte has 65,000 pages, and their faults would cost the first prefill some 30 ms of processor
+        time. No byte is looked at. Does nothing on a kernel that cannot (before 5.14), or when the chunks are closed.
+        """
+        for mapping in self.mappings:
+            for start in range(0, len(mapping), TOUCH_BYTES):
+                with self._lock:
+                    if mapping.is_closed:
+                        return
+                    _populate(mapping, start, min(TOUCH_BYTES, len(mapping) - start))
+
     def close(self) -> None:
         """Unmap everything, then let go of the lease. Raises BufferError, keeping the lease, while a view is alive."""
-        for mapping in self.mappings:
-            mapping.close()
-        if self._lease is not None:
-            os.close(self._lease)
-            self._lease = None
+        with self._lock:
+            for mapping in self.mappings:
+                mapping.close()
+            if self._lease is not None:
+                os.close(self._lease)
+                self._lease = None
 
 
 def read_config(attach: AttachInstance) -> bytes:
@@ -55,6 +78,11 @@ def read_config(attach: AttachInstance) -> bytes:
         return path.read_bytes()
     except OSError as cause:
         raise LoadFailed(model_id=attach.model_id, reason=f"{path}: {cause.strerror}") from cause
+
+
+def _populate(mapping: ckptio.Mapping, start: int, size_bytes: int) -> None:
+    view = (ctypes.c_char * 1).from_buffer(mapping, start)
+    _libc.madvise(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size_bytes), _MADV_POPULATE_READ)
 
 
 def _lock(attach: AttachInstance) -> int:

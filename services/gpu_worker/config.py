@@ -43,6 +43,7 @@ class WorkerConfig:
     cluster: str = "wb"
     log_level: str = "info"
     metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         try:

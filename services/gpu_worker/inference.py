@@ -63,6 +63,10 @@ class Inference:
     def active(self) -> int:
         return self._requests.active
 
+    def knows(self, request: StartInference) -> bool:
+        """Whether this start of the request has been heard before."""
+        return self._requests.knows(request.request_id, request.epoch)
+
     async def start(self, request: StartInference) -> None:
         """Let a checked request wait its turn. Raises QueueFull, StaleEpoch."""
         sequence = self._requests.start(request, time.monotonic())
@@ -71,7 +75,7 @@ class Inference:
         log.debug("inference_started", request_id=request.request_id, tokens=len(sequence.tokens))
         if sequence.is_finished:
             # Moved here with all its tokens: the finish is all that is left to say.
-            await self._settle(sequence, sequence.entry(sequence.position))
+            await self._say_last(sequence, sequence.entry(sequence.position))
         self._arrived.set()
         self._note_change()
 
@@ -104,55 +108,51 @@ class Inference:
                 await self._arrived.wait()
                 continue
             try:
-                await self._run(sequence)
+                last = await self._run(sequence)
             except Exception as failure:  # whatever a model may do; the next request may go well
                 log.exception("inference_failed", request_id=sequence.request_id)
-                await self._fail(sequence, failure)
-            await self._thread.run(self._engine.forget, sequence.request_id)
+                last = _failed(sequence, failure)
+            # Before the end is said: whoever hears it may at once ask for the place, or for the slot.
             self._requests.end_turn()
             self._note_change()
+            if last is not None:
+                await self._say_last(sequence, last)
+            await self._thread.run(self._engine.forget, sequence.request_id)
 
-    async def _run(self, sequence: Sequence) -> None:
+    async def _run(self, sequence: Sequence) -> TokenEntry | None:
+        """Say every token but the last; the answer is that one, with the end. None when the request was aborted."""
         metrics.QUEUE_SECONDS.observe(sequence.queue_s)
         for end in prefill_ends(sequence, PREFILL_TOKENS_MAX):
             await self._thread.run(self._engine.prefill, sequence, end)
             if sequence.is_finished:
-                return
-        is_first = True
-        while not sequence.is_finished:
+                return None
+        tokens = metrics.TOKENS.labels(sequence.request.model_id)
+        while True:
             token = await self._thread.run(self._engine.decode, sequence)
             entry = sequence.advance(token, time.monotonic())
             if entry is None:
-                return
-            await self._settle(sequence, entry)
-            if is_first:
-                is_first = False
-                metrics.PREFILL_SECONDS.labels(sequence.request.model_id).observe(sequence.prefill_s)
-            if token is not None:
-                metrics.TOKENS.labels(sequence.request.model_id).inc()
-
-    async def _fail(self, sequence: Sequence, failure: Exception) -> None:
-        if isinstance(failure, WhimbrelError):
-            error = failure
-        else:
-            error = InferenceLost(reason=f"{type(failure).__name__}: {failure}", output_tokens=sequence.position)
-        sequence.finish(FinishReason.FAILED, time.monotonic(), error_reply(error))
-        await self._settle(sequence, sequence.entry(sequence.position))
+                return None
+            if entry.prefill_s is not None:
+                metrics.PREFILL_SECONDS.labels(sequence.request.model_id).observe(entry.prefill_s)
+            tokens.inc(token is not None)
+            if entry.finish_reason is not None:
+                return entry
+            await self._publish(sequence.request.router_id, entry)
 
     async def _after_abort(self, ended: Iterable[Sequence]) -> None:
         for sequence in ended:
-            await self._settle(sequence, sequence.entry(sequence.position))
+            await self._say_last(sequence, sequence.entry(sequence.position))
         self._note_change()
 
-    async def _settle(self, sequence: Sequence, entry: TokenEntry) -> None:
-        if entry.finish_reason is not None:
-            metrics.REQUESTS.labels(entry.finish_reason).inc()
-            log.debug(
-                "inference_finished",
-                request_id=sequence.request_id,
-                finish_reason=entry.finish_reason,
-                output_tokens=sequence.position,
-            )
+    async def _say_last(self, sequence: Sequence, entry: TokenEntry) -> None:
+        assert entry.finish_reason is not None
+        metrics.REQUESTS.labels(entry.finish_reason).inc()
+        log.debug(
+            "inference_finished",
+            request_id=sequence.request_id,
+            finish_reason=entry.finish_reason,
+            output_tokens=sequence.position,
+        )
         await self._publish(sequence.request.router_id, entry)
 
     async def _publish(self, router_id: str, entry: TokenEntry) -> None:
@@ -169,3 +169,13 @@ class Inference:
         self._on_change()
         if self.active == 0:
             self._on_idle()
+
+
+def _failed(sequence: Sequence, failure: Exception) -> TokenEntry | None:
+    """End a request because its model failed; None when it was aborted meanwhile, and that was said."""
+    if sequence.is_finished:
+        return None
+    reason = f"{type(failure).__name__}: {failure}"
+    error = InferenceLost(reason=reason, output_tokens=sequence.position)
+    sequence.finish(FinishReason.FAILED, time.monotonic(), error_reply(error))
+    return sequence.entry(sequence.position)

@@ -154,6 +154,9 @@ class WorkerService:
         await self._bus.reply(received.reply_to, Ack())
 
     async def _start_inference(self, message: StartInference) -> None:
+        # First of all: a repetition is answered as the first time, also by an instance that takes nothing new.
+        if self._inference.knows(message):
+            return
         if self._is_stopping:
             raise Unavailable(what=f"worker {self._config.server_id}/{self._config.slot}, which is stopping,")
         await self._hear_router(message.router_id, message.router_epoch)

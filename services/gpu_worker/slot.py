@@ -77,6 +77,8 @@ class Slot:
         self._ended: deque[str] = deque(maxlen=ENDED_MAX)
         self._emptied = asyncio.Event()
         self._emptied.set()
+        # Unloads that may still have chunks to give back, although the slot is empty already.
+        self._unloads: set[asyncio.Task[None]] = set()
         self._is_stopping = False
 
     @property
@@ -119,6 +121,7 @@ class Slot:
             chunks.close()
             raise InstanceGone(instance_id=message.instance_id)
         self._chunks = chunks
+        self._group.create_task(asyncio.to_thread(chunks.touch))
         self._on(instance, ChunksMapped())
 
     def activate(self, message: ActivateInstance) -> None:
@@ -145,11 +148,13 @@ class Slot:
             self._do(self._instance, self._instance.end_of_requests(time.monotonic()))
 
     async def drain(self, *, is_idle: bool) -> None:
-        """Takes no instance any more; returns when the slot is empty. A busy instance lets its requests end first."""
+        """Takes no instance any more; returns when nothing is held. A busy instance lets its requests end first."""
         self._is_stopping = True
         if self._instance is not None and self._instance.state is not State.EMPTY:
             self._do(self._instance, self._instance.unload(time.monotonic(), is_idle=is_idle, may_drain=True))
         await self._emptied.wait()
+        if self._unloads:
+            await asyncio.wait(self._unloads)
 
     async def _instance_for(self, instance_id: str, model_id: str) -> Instance:
         """The instance that a loading command is about; one that leaves makes room first, which takes milliseconds.
@@ -179,26 +184,22 @@ class Slot:
             metrics.INSTANCE_STATE.labels(state).set(state is instance.state)
         match work:
             case Work.BUILD:
-                self._spawn(self._perform(instance, SkeletonBuilt(), self._build))
+                self._group.create_task(self._perform(instance, SkeletonBuilt(), self._build))
             case Work.BIND:
-                self._spawn(self._perform(instance, TensorsBound(), self._bind))
+                self._group.create_task(self._perform(instance, TensorsBound(), self._bind))
             case Work.ACTIVATE:
-                self._spawn(self._perform(instance, ModelActivated(), self._engine.activate))
+                self._group.create_task(self._perform(instance, ModelActivated(), self._engine.activate))
             case Work.UNLOAD:
-                self._spawn(self._unload(instance))
+                unload = self._group.create_task(self._unload(instance))
+                self._unloads.add(unload)
+                unload.add_done_callback(self._unloads.discard)
             case Work.ANNOUNCE:
-                self._spawn(self._announce(instance))
+                self._group.create_task(self._announce(instance))
             case Work.TELL_END:
-                self._spawn(self._tell_end(instance))
+                self._group.create_task(self._tell_end(instance))
             case None:
                 pass
         self._on_change()
-
-    def _spawn(self, work: Awaitable[None]) -> None:
-        async def run() -> None:
-            await work
-
-        self._group.create_task(run())
 
     async def _perform(self, instance: Instance, event: Event, call: Callable[[], None]) -> None:
         """One piece of the engine's work on a loading instance; what goes wrong ends the instance, not the worker."""
@@ -221,27 +222,17 @@ class Slot:
         self._engine.bind(self._chunks.index, self._chunks.mappings)
 
     async def _unload(self, instance: Instance) -> None:
-        await self._thread.run(self._let_go)
-        self._instance = None
+        # In the engine's thread, after whatever it was doing.
+        await self._thread.run(self._engine.unload)
+        chunks, self._chunks, self._limits, self._instance = self._chunks, None, None, None
         self._ended.append(instance.instance_id)
         self._on(instance, Emptied())
         self._emptied.set()
-
-    def _let_go(self) -> None:
-        """In the engine's thread, after whatever it was doing."""
-        self._engine.unload()
-        chunks, self._chunks = self._chunks, None
-        self._limits = None
-        if chunks is None:
-            return
-        try:
-            chunks.close()
-        except BufferError:
-            # Only a failure inside the engine can leave a view: in the frames of its exception. Never a normal unload,
-            # which would cost the collection below each time.
-            log.warning("views_outlived_the_model")
-            gc.collect()
-            chunks.close()
+        if chunks is not None:
+            # Taking the pages of a large model apart takes tens of milliseconds, for which the next one need not wait.
+            await asyncio.to_thread(_give_back, chunks)
+            # The agent looks at its leases when it hears a heartbeat.
+            self._on_change()
 
     async def _announce(self, instance: Instance) -> None:
         unhidden = instance.unhidden
@@ -277,3 +268,14 @@ class Slot:
                 error=None if instance.error is None else error_reply(instance.error),
             )
         )
+
+
+def _give_back(chunks: LentChunks) -> None:
+    try:
+        chunks.close()
+    except BufferError:
+        # Only a failure inside the engine can leave a view, in the frames of its exception. A normal unload never does:
+        # it would pay for a collection each time.
+        log.warning("views_outlived_the_model")
+        gc.collect()
+        chunks.close()

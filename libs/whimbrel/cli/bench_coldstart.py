@@ -8,6 +8,7 @@ dropped from the page cache before each cold start from SSD.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,7 +22,17 @@ from whimbrel.cli.measure import result
 from whimbrel.client import AdminClient
 from whimbrel.client.admin import Answer
 
-PROMPT = "What is the capital of France? Answer in one sentence."
+# Of one length, and different from each other at the first word, so that a warm request shares with the one before it
+# only what every chat shares: the template's system prompt.
+QUESTIONS = (
+    "What is the capital of France? Answer in one sentence.",
+    "Which river flows through the city of Vienna, and where to?",
+    "How many legs does a spider have? Answer in one word.",
+    "Name one planet that is larger than the earth, please.",
+    "Who wrote the play about Romeo and Juliet? One sentence.",
+    "When does water boil at the level of the sea, roughly?",
+    "Is the moon larger or smaller than the earth? Tell me why.",
+)
 SMALL, LARGE, TINY = "smollm2-135m", "random-360m", "tiny-llama"
 CHUNK_BYTES = 16 * 1024 * 1024
 STAGES = ("queue", "fetch", "load", "bind", "prefill")
@@ -44,17 +55,19 @@ async def measure(directory: Path, models: Path, rounds: int, console: Console) 
     options = ClusterOptions(directory=directory, servers=1, slots=1, port=0, pool_bytes=pool_chunks * CHUNK_BYTES)
     seconds: dict[str, list[float]] = defaultdict(list)
     stages: dict[str, list[float]] = defaultdict(list)
+    questions = itertools.cycle(QUESTIONS)
     async with LocalCluster(options) as cluster, AdminClient(cluster.url) as client:
         for name in (SMALL, LARGE, TINY):
             await client.deploy_and_wait(name, str((models / name).resolve()), keep_alive_s=600)
-        await _ask(client, SMALL)  # copies it to the server's SSD and meets the model class for the first time
+        # The first start copies the model to the server's SSD and meets its class for the first time.
+        await _ask(client, SMALL, next(questions))
         for number in range(rounds):
-            await _ask(client, LARGE)
+            await _ask(client, LARGE, next(questions))
             drop_from_page_cache(directory / "servers")
             for case, before in (("ssd", None), ("dram", TINY), ("warm", None)):
                 if before is not None:
-                    await _ask(client, before)
-                answer = await _ask(client, SMALL)
+                    await _ask(client, before, next(questions))
+                answer = await _ask(client, SMALL, next(questions))
                 _check(answer, case)
                 assert answer.first_token_s is not None
                 seconds[case].append(answer.first_token_s)
@@ -69,8 +82,8 @@ async def measure(directory: Path, models: Path, rounds: int, console: Console) 
     return rows + [result(f"coldstart.{name}_s", "s", values) for name, values in stages.items()]
 
 
-async def _ask(client: AdminClient, model: str) -> Answer:
-    return await client.ask(model, PROMPT, max_tokens=8, temperature=0)
+async def _ask(client: AdminClient, model: str, question: str) -> Answer:
+    return await client.ask(model, question, max_tokens=8, temperature=0)
 
 
 def _check(answer: Answer, case: str) -> None:

@@ -33,6 +33,11 @@ class Requests:
         """Running and waiting requests."""
         return len(self._waiting) + (self._running is not None)
 
+    def knows(self, request_id: str, epoch: int) -> bool:
+        """Whether this start of a request runs, waits, or has ended here lately."""
+        sequence = self._by_id.get(request_id)
+        return sequence is not None and sequence.epoch == epoch
+
     def start(self, request: StartInference, now: float) -> Sequence | None:
         """Let a request wait its turn; None when it is known already, for starting twice is starting once.
 
@@ -41,7 +46,7 @@ class Requests:
         known = self._by_id.get(request.request_id)
         if known is not None and request.epoch < known.epoch:
             raise StaleEpoch(epoch=request.epoch, current_epoch=known.epoch)
-        if known is not None and request.epoch == known.epoch:
+        if self.knows(request.request_id, request.epoch):
             return None
         if known is not None:
             self._drop(known, now)
@@ -111,7 +116,7 @@ class Requests:
         while self._finished and (
             len(self._finished) > FINISHED_MAX or now - _finished_at(self._finished[0]) >= FINISHED_KEEP_S
         ):
-            self._forget(self._finished.popleft())
+            self._forget_oldest()
 
     def _active(self) -> Iterator[Sequence]:
         if self._running is not None and not self._running.is_finished:
@@ -135,11 +140,10 @@ class Requests:
     def _keep(self, sequence: Sequence) -> None:
         self._finished.append(sequence)
         if len(self._finished) > FINISHED_MAX:
-            self._forget(self._finished.popleft())
+            self._forget_oldest()
 
-    def _forget(self, sequence: Sequence) -> None:
-        if self._by_id.get(sequence.request_id) is sequence:
-            del self._by_id[sequence.request_id]
+    def _forget_oldest(self) -> None:
+        del self._by_id[self._finished.popleft().request_id]
 
 
 def _finished_at(sequence: Sequence) -> float:

@@ -123,8 +123,5 @@ def _cut_top_p(weights: Floats, top_p: float) -> None:
 def _draw(weights: Floats, uniform: float) -> int:
     """The first token at which the cumulated weight exceeds `uniform` of the whole."""
     mass = np.cumsum(weights)
-    token = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
-    if token < len(weights):
-        return token
-    # Rounding may put the target on the end of the mass: then it is the last token that can be drawn.
-    return int(np.flatnonzero(weights)[-1])
+    # Below the whole even after rounding, because `uniform` is below 1: so there always is such a token.
+    return int(np.searchsorted(mass, uniform * mass[-1], side="right"))

@@ -22,8 +22,8 @@ class Precision(StrEnum):
 
     `AUTO`: the checkpoint's own dtype, whose bytes are used where they are; where the processor has no 16-bit matrix
     instructions, prefill is computed in float32 from the same bytes. `BFLOAT16`: torch's own, whatever it costs.
-    `FLOAT32`: weights are widened once, when the model is activated, which costs time and twice the memory of 16-bit
-    weights; greedy answers are then the same however a request was split into prefill and decode.
+    `FLOAT32`: everything is computed in float32, from the same bytes too; slower, but greedy answers are the same
+    however a request was split into prefill and decode.
     """
 
     AUTO = "auto"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ SKELETONS_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A parameter or persistent buffer of one module: `table` is the module's own dictionary."""
+class Place:
+    """Where a tensor is: a parameter or persistent buffer of one module. `table` is the module's own dictionary."""
 
+    module: nn.Module
     table: dict[str, Any]
     name: str
     meta: Tensor
@@ -34,37 +35,39 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """`tensors` lists, for each distinct tensor of the model, its names (tied ones have several) and its places."""
+    """`tensors` lists, for each distinct tensor of the model, its names and places, of which tied ones have several."""
 
     key: str
     model: Any
     limits: Limits
-    tensors: tuple[tuple[tuple[str, ...], tuple[Slot, ...]], ...]
+    tensors: tuple[tuple[tuple[str, ...], tuple[Place, ...]], ...]
     base_prefix: str
 
     def bind(self, views: Mapping[str, Tensor]) -> None:
         """Put `views` (by checkpoint name) in place of the meta tensors. Raises EngineError, having bound nothing."""
         found = [self._find(names, views) for names, _ in self.tensors]
-        for (names, slots), view in zip(self.tensors, found, strict=True):
-            meta = slots[0].meta
+        for (names, places), view in zip(self.tensors, found, strict=True):
+            meta = places[0].meta
             if view.shape != meta.shape:
                 shapes = f"{list(view.shape)}, the model needs {list(meta.shape)}"
                 raise EngineError(f"tensor {names[0]!r} of the checkpoint has the shape {shapes}")
-        for (_, slots), view in zip(self.tensors, found, strict=True):
-            _place(slots, view)
+        for (_, places), view in zip(self.tensors, found, strict=True):
+            _put(places, view)
 
-    def replace(self, convert: Any) -> None:
-        """Replace every bound tensor by `convert(tensor)`, once for those that are tied; None keeps it."""
-        for _, slots in self.tensors:
-            converted = convert(slots[0].table[slots[0].name])
-            if converted is not None:
-                _place(slots, converted)
+    def convert(self, dtype: torch.dtype, may_stay: Callable[[nn.Module], bool]) -> None:
+        """Copy every floating tensor of another dtype to `dtype`, unless it may stay as it is in all of its places."""
+        for _, places in self.tensors:
+            tensor = places[0].table[places[0].name]
+            if tensor.dtype == dtype or not tensor.is_floating_point():
+                continue
+            if not all(may_stay(place.module) and place.name == "weight" for place in places):
+                _put(places, tensor.to(dtype))
 
     def unbind(self) -> None:
         """Let go of every view. By hand and not by dropping the model: a reference cycle would keep it for a while."""
-        for _, slots in self.tensors:
-            for slot in slots:
-                slot.table[slot.name] = slot.meta
+        for _, places in self.tensors:
+            for place in places:
+                place.table[place.name] = place.meta
 
     def _find(self, names: tuple[str, ...], views: Mapping[str, Tensor]) -> Tensor:
         for name in names:
@@ -75,9 +78,10 @@ class Skeleton:
 
 
 class SkeletonCache:
-    """The last few skeletons that are not in use, by digest of their configuration."""
+    """The last few skeletons that are not in use, by digest of their configuration. New ones are given to `adapt`."""
 
-    def __init__(self, skeletons_max: int = SKELETONS_MAX) -> None:
+    def __init__(self, adapt: Callable[[nn.Module], None], skeletons_max: int = SKELETONS_MAX) -> None:
+        self._adapt = adapt
         self._skeletons_max = skeletons_max
         self._skeletons: OrderedDict[str, Skeleton] = OrderedDict()
 
@@ -87,7 +91,11 @@ class SkeletonCache:
     def take(self, model_config: bytes) -> Skeleton:
         """A kept skeleton, or a new one. Raises EngineError for a configuration that nobody can build from."""
         kept = self._skeletons.pop(_digest(model_config), None)
-        return build_skeleton(model_config) if kept is None else kept
+        if kept is not None:
+            return kept
+        skeleton = build_skeleton(model_config)
+        self._adapt(skeleton.model)
+        return skeleton
 
     def give_back(self, skeleton: Skeleton) -> None:
         """Keep an unbound skeleton; the one that was not needed for longest goes when there are too many."""
@@ -151,31 +159,35 @@ def _compute_buffers(model: Any) -> None:
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, own_name = name.rpartition(".")
         model.get_submodule(parent)._buffers[own_name] = torch.empty_like(buffer, device="cpu")
-    # On meta tensors this costs nothing; buffers get the values that their modules define.
+    # Modules give their buffers the values where they initialise their weights. These are not wanted: initialising
+    # meta tensors is Python code in torch, and would take most of the time that a skeleton needs.
+    for tensor in model.parameters():
+        tensor._is_hf_initialized = True
+    for module in model.modules():
+        module._is_hf_initialized = not module._non_persistent_buffers_set
     model.initialize_weights()
 
 
-def _tensors(model: nn.Module) -> tuple[tuple[tuple[str, ...], tuple[Slot, ...]], ...]:
+def _tensors(model: nn.Module) -> tuple[tuple[tuple[str, ...], tuple[Place, ...]], ...]:
     """Every tensor that a checkpoint has to bring, tied ones once."""
-    grouped: dict[int, tuple[list[str], list[Slot]]] = {}
+    grouped: dict[int, tuple[list[str], list[Place]]] = {}
     for prefix, module in model.named_modules():
         buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for table, items in ((module._parameters, module._parameters), (module._buffers, buffers)):
             for name, tensor in list(items.items()):
                 if tensor is not None:
-                    names, slots = grouped.setdefault(id(tensor), ([], []))
+                    names, places = grouped.setdefault(id(tensor), ([], []))
                     names.append(f"{prefix}.{name}" if prefix else name)
-                    slots.append(Slot(table, name, tensor))
-    return tuple((tuple(names), tuple(slots)) for names, slots in grouped.values())
+                    places.append(Place(module, table, name, tensor))
+    return tuple((tuple(names), tuple(places)) for names, places in grouped.values())
 
 
-def _place(slots: Iterable[Slot], view: Tensor) -> None:
+def _put(places: tuple[Place, ...], tensor: Tensor) -> None:
     """One parameter object for all places of a tied tensor, so that they stay tied."""
-    placed: Tensor | None = None
-    for slot in slots:
-        if placed is None:
-            placed = nn.Parameter(view, requires_grad=False) if isinstance(slot.meta, nn.Parameter) else view
-        slot.table[slot.name] = placed
+    is_parameter = isinstance(places[0].meta, nn.Parameter)
+    value = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+    for place in places:
+        place.table[place.name] = value
 
 
 def _spellings(name: str, base_prefix: str) -> tuple[str, ...]:

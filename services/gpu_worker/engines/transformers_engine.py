@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,15 @@ import ckptio
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from services.gpu_worker.core.sampling import choose_token
 from services.gpu_worker.engines.engine import EngineError, Limits, Precision
-from services.gpu_worker.engines.linear import make_scratch, widen_linears
+from services.gpu_worker.engines.prefixes import LastPrefix
 from services.gpu_worker.engines.prewarming import prewarm
 from services.gpu_worker.engines.skeletons import Skeleton, SkeletonCache
+from services.gpu_worker.engines.widening import Widening, is_widening
 
 if TYPE_CHECKING:
     from ckptio import Index, Mapping
@@ -36,13 +38,12 @@ class TransformersEngine:
     def __init__(self, *, precision: Precision = Precision.AUTO, threads: int) -> None:
         self._precision = precision
         self._threads = threads
-        self._is_widening = precision is Precision.AUTO and not has_narrow_instructions()
-        self._scratch: Tensor | None = None
-        self._cache = SkeletonCache()
+        self._cache = SkeletonCache(_adaptation(precision))
         self._skeleton: Skeleton | None = None
         self._dtype = torch.float32
         self._arguments: dict[str, Any] = {}
-        self._kv_caches: dict[str, DynamicCache] = {}
+        self._kv_caches: dict[str, tuple[Sequence, DynamicCache]] = {}
+        self._last_prefix = LastPrefix()
 
     def prewarm(self) -> None:
         prewarm(self, torch.float32 if self._precision is Precision.FLOAT32 else torch.bfloat16)
@@ -51,14 +52,9 @@ class TransformersEngine:
         assert self._skeleton is None, "one model at a time"
         # The number of threads belongs to the thread that computes, so it is set there.
         torch.set_num_threads(self._threads)
-        skeleton = self._cache.take(model_config)
-        if self._is_widening:
-            if self._scratch is None:
-                self._scratch = make_scratch()
-            widen_linears(skeleton.model, self._scratch)
-        self._skeleton = skeleton
-        self._arguments = _arguments(skeleton.model)
-        return skeleton.limits
+        self._skeleton = self._cache.take(model_config)
+        self._arguments = _arguments(self._skeleton.model)
+        return self._skeleton.limits
 
     def bind(self, index: Index, mappings: Many[Mapping]) -> None:
         self.bind_views(ckptio.tensors(index, mappings), self._choose_dtype(index))
@@ -72,11 +68,11 @@ class TransformersEngine:
     def random_views(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Random tensors, in the shapes of the prepared model."""
         assert self._skeleton is not None
-        return {names[0]: torch.randn(slots[0].meta.shape, dtype=dtype) for names, slots in self._skeleton.tensors}
+        return {names[0]: torch.randn(places[0].meta.shape, dtype=dtype) for names, places in self._skeleton.tensors}
 
     def activate(self) -> None:
         assert self._skeleton is not None
-        self._skeleton.replace(self._convert)
+        self._skeleton.convert(self._dtype, is_widening)
 
     def prefill(self, sequence: Sequence, end: int) -> None:
         self._compute(sequence, end)
@@ -93,10 +89,13 @@ class TransformersEngine:
         return None if sequence.is_stop(token) else token
 
     def forget(self, request_id: str) -> None:
-        self._kv_caches.pop(request_id, None)
+        sequence, cache = self._kv_caches.pop(request_id, (None, None))
+        if sequence is not None and cache is not None:
+            self._last_prefix.keep(sequence.tokens, cache)
 
     def unload(self) -> None:
         self._kv_caches.clear()
+        self._last_prefix.clear()
         skeleton, self._skeleton = self._skeleton, None
         if skeleton is not None:
             skeleton.unbind()
@@ -120,22 +119,22 @@ class TransformersEngine:
             raise EngineError(f"weights of dtype {own} cannot be computed with; convert the model to bfloat16")
         return _COMPUTABLE[own]
 
-    def _convert(self, tensor: Tensor) -> Tensor | None:
-        """A tensor of another floating dtype than the model's, copied; all others stay where they are."""
-        if tensor.dtype == self._dtype or not tensor.is_floating_point():
-            return None
-        return tensor.to(self._dtype)
-
     @torch.inference_mode()
     def _compute(self, sequence: Sequence, end: int) -> NDArray[np.float32]:
         """Run the tokens that the KV cache lacks; the logits after the last of them, shape (vocabulary size,)."""
         assert self._skeleton is not None
         model = self._skeleton.model
-        cache = self._kv_caches.get(sequence.request_id)
+        _, cache = self._kv_caches.get(sequence.request_id, (sequence, None))
         if cache is None:
-            cache = self._kv_caches[sequence.request_id] = DynamicCache(config=model.config)
+            cache = self._last_prefix.take(sequence.tokens[:end]) or DynamicCache(config=model.config)
+            self._kv_caches[sequence.request_id] = sequence, cache
         tokens = sequence.tokens[cache.get_seq_length() : end]
-        output = model(torch.tensor([tokens]), **{self._arguments["cache"]: cache}, **self._arguments["fixed"])
+        try:
+            output = model(torch.tensor([tokens]), **{self._arguments["cache"]: cache}, **self._arguments["fixed"])
+        except BaseException:
+            # Some layers have seen these tokens and others have not: nobody may go on from this cache.
+            del self._kv_caches[sequence.request_id]
+            raise
         logits: NDArray[np.float32] = output.logits[0, -1].float().numpy()
         return logits
 
@@ -144,6 +143,15 @@ def has_narrow_instructions() -> bool:
     """Whether this processor multiplies bfloat16 matrices in hardware."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+
+
+def _adaptation(precision: Precision) -> Callable[[nn.Module], None]:
+    """What makes a new skeleton ready for `precision` on this processor."""
+    if precision is Precision.FLOAT32:
+        return Widening.make(is_exact=True).apply
+    if precision is Precision.AUTO and not has_narrow_instructions():
+        return Widening.make(is_exact=False).apply
+    return lambda _: None
 
 
 def _arguments(model: Any) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import random
 import threading
@@ -144,33 +146,36 @@ def test_a_bad_chunk_is_read_again_and_then_named(
 def test_a_chunk_that_is_good_the_second_time_is_reported(
     tmp_path: Path, pool: ckptio.ChunkPool, reader: ckptio.Reader
 ) -> None:
-    """A writer that spoils the chunk while it is read makes the first digest wrong; the second may fit."""
-    raw = a_file(tmp_path / "p", CHUNK_BYTES)
-    indices = pool.allocate(1)
+    """Whoever spoils one chunk after another during a read makes some digest wrong; the second one fits."""
+    raw = a_file(tmp_path / "p", CHUNKS * CHUNK_BYTES)
+    indices = pool.allocate(CHUNKS)
+    digests = digests_of(raw)
     stop = threading.Event()
 
     def spoil() -> None:
-        with pool.chunk(indices[0]) as chunk:
-            while not stop.is_set():
-                chunk[CHUNK_BYTES - 1] = raw[-1] ^ 1
+        chunks = [pool.chunk(index) for index in indices]
+        try:
+            for number in itertools.cycle(range(CHUNKS)):
+                chunks[number][-1] ^= 1
+                if stop.is_set():
+                    return
+        finally:
+            for chunk in chunks:
+                chunk.release()
 
     spoiler = threading.Thread(target=spoil)
     spoiler.start()
     reread = 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     try:
         while not reread and time.monotonic() < deadline:
-            try:
-                reread = reader.read(
-                    pool, tmp_path / "p", indices, len(raw), digests=digests_of(raw)
-                ).reread_chunks
-            except ckptio.CorruptCheckpoint as error:
-                assert error.chunk_index == 0  # noqa: PT017
+            with contextlib.suppress(ckptio.CorruptCheckpoint):  # spoiled twice in a row
+                reread = reader.read(pool, tmp_path / "p", indices, len(raw), digests=digests).reread_chunks
     finally:
         stop.set()
         spoiler.join()
         pool.free(indices)
-    assert reread == 1
+    assert reread >= 1
 
 
 def test_a_short_file_is_truncated_not_padded(

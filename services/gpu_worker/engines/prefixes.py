@@ -13,6 +13,9 @@ from transformers.cache_utils import DynamicLayer
 
 # Shorter prefixes save less than a decode step.
 PREFIX_TOKENS_MIN = 8
+# So many tokens are always computed anew. A single one would go through the kernels of decoding, which round otherwise
+# than those of prefill, and then an answer would depend on what was asked before it.
+ANEW_TOKENS_MIN = 8
 # One KV cache is kept, cut to so many tokens: system prompts are rarely longer, and at 7 B parameters it takes 128 MB.
 PREFIX_TOKENS_MAX = 1024
 
@@ -34,10 +37,10 @@ class LastPrefix:
     def take(self, tokens: Many[int]) -> DynamicCache | None:
         """The KV cache of a common prefix with `tokens`, which the caller owns from now on; None when there is none.
 
-        The last token is never part of it: computing that one gives the logits of the next.
+        The last ANEW_TOKENS_MIN tokens are never part of it: computing them gives the logits of the next.
         """
         length = 0
-        for known, wanted in zip(self._tokens, tokens[:-1], strict=False):
+        for known, wanted in zip(self._tokens, tokens[:-ANEW_TOKENS_MIN], strict=False):
             if known != wanted:
                 break
             length += 1

@@ -21,14 +21,13 @@ from whimbrel.wire.messages import Sampling
 from services.gpu_worker.chunks import LentChunks
 from services.gpu_worker.core.sequence import Sequence, prefill_ends
 from services.gpu_worker.engines.engine import EngineError, Precision
-from services.gpu_worker.engines.prefixes import PREFIX_TOKENS_MIN
+from services.gpu_worker.engines.prefixes import ANEW_TOKENS_MIN, PREFIX_TOKENS_MIN
 from services.gpu_worker.engines.skeletons import SkeletonCache, build_skeleton
 from services.gpu_worker.engines.transformers_engine import TransformersEngine
 from tests.unit.gpu_worker.builders import Lender, a_sequence
 from tests.unit.gpu_worker.tiny_models import CHUNK_BYTES, MODELS, VOCABULARY, TinyModel
 
 PROMPT = (11, 42, 7, 99, 123, 5, 64, 31)
-LONG_PROMPT = tuple(range(10, 40))
 OUTPUT_TOKENS = 10
 NO_END = Sampling(temperature=0.0, logit_bias={2: -1e9})
 
@@ -307,20 +306,24 @@ def test_a_request_that_begins_like_the_last_one_gets_the_same_answer_as_without
     assert answers[0] == answers[1]
 
 
-def test_only_the_tokens_that_differ_are_prefilled(lender: Lender, tiny_models: Models) -> None:
+@pytest.mark.parametrize(("shared", "anew"), [(20, 10), (29, ANEW_TOKENS_MIN), (5, 30)])
+def test_only_the_tokens_that_differ_and_the_last_few_are_prefilled(
+    shared: int, anew: int, lender: Lender, tiny_models: Models
+) -> None:
     with loaded(an_engine(), lender, tiny_models["llama"]) as engine:
-        prompt = list(range(10, 30))
+        prompt = list(range(10, 40))
         answer(engine, asked(prompt=prompt, sampling=NO_END))
         assert engine._skeleton is not None
         lengths: list[int] = []
         engine._skeleton.model.register_forward_pre_hook(lambda _, arguments: lengths.append(arguments[0].shape[1]))
-        answer(engine, asked(prompt=[*prompt[:17], 40, 41, 42], sampling=NO_END))
-        assert lengths == [3] + [1] * (OUTPUT_TOKENS - 1)
+        answer(engine, asked(prompt=[*prompt[:shared], *range(50, 80 - shared)], sampling=NO_END))
+        assert lengths == [anew] + [1] * (OUTPUT_TOKENS - 1)
 
 
 def test_what_a_failed_pass_has_half_computed_is_never_used(lender: Lender, tiny_models: Models) -> None:
+    prompt, other = (*range(10, 25), *range(50, 65)), range(10, 40)
     with loaded(an_engine(), lender, tiny_models["llama"]) as engine:
-        whole = answer(engine, asked(prompt=LONG_PROMPT))
+        whole, _ = [answer(engine, asked(prompt=tokens)) for tokens in (prompt, other)]
         assert engine._skeleton is not None
 
         def fail(*_: object) -> None:
@@ -329,10 +332,10 @@ def test_what_a_failed_pass_has_half_computed_is_never_used(lender: Lender, tiny
         # In the second layer, when the first has its new keys and values already.
         hook = engine._skeleton.model.model.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="out of memory"):
-            engine.decode(asked(prompt=(*LONG_PROMPT[:-1], 9)))
+            engine.decode(asked(prompt=prompt))
         engine.forget("req-1")
         hook.remove()
-        assert answer(engine, asked(prompt=LONG_PROMPT)) == whole
+        assert answer(engine, asked(prompt=prompt)) == whole
 
 
 def test_a_prefix_is_not_carried_over_to_another_model(lender: Lender, tiny_models: Models) -> None:

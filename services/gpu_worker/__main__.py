@@ -11,6 +11,9 @@ from services.gpu_worker.engines.echo_engine import EchoCosts, EchoEngine
 from services.gpu_worker.engines.engine import Engine
 from services.gpu_worker.service import WorkerService
 
+# In iterations of libgomp's waiting loop: some 50 microseconds.
+SPIN_COUNT = "5000"
+
 
 def make_engine(config: WorkerConfig) -> Engine:
     """The engine that is configured; torch is imported here and only for the engine that needs it."""
@@ -21,9 +24,11 @@ def make_engine(config: WorkerConfig) -> Engine:
             decode_s=config.echo_decode_s,
         )
         return EchoEngine(costs)
-    # The OpenMP threads of torch wait for each other at the end of every operation. Spinning there gains little on an
-    # idle machine, and costs several times the work as soon as anybody else wants a processor.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # The OpenMP threads of torch wait for each other at the end of every operation, some hundred times a token. To wake
+    # a sleeping thread costs more than many of these operations; to spin without a bound costs several times the work
+    # as soon as anybody else wants a processor. So they spin for about as long as a wake-up takes, and then sleep.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     from services.gpu_worker.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(precision=config.dtype, threads=config.threads)

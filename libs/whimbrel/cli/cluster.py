@@ -57,6 +57,11 @@ class ClusterOptions:
             raise ValueError("a local cluster has 1 to 64 servers of 1 to 16 slots")
 
     @property
+    def torch_threads_per_worker(self) -> int:
+        """The workers share this machine's processors: threads that fight for one make both requests slower."""
+        return max(1, len(os.sched_getaffinity(0)) // (self.servers * self.slots))
+
+    @property
     def pool_bytes_per_server(self) -> int:
         if self.pool_bytes is not None:
             return self.pool_bytes
@@ -212,7 +217,10 @@ class LocalCluster:
                 (f"agent-{server_id}", "storage_agent", {**common, **repository, **agent, **options.environ})
             )
             for slot in range(options.slots):
-                worker = {"WB_SERVER_ID": server_id, "WB_SLOT": str(slot), "WB_ENGINE": options.engine}
+                worker = {
+                    "WB_SERVER_ID": server_id, "WB_SLOT": str(slot), "WB_ENGINE": options.engine,
+                    "WB_TORCH_THREADS": str(options.torch_threads_per_worker),
+                }  # fmt: skip
                 services.append((f"worker-{server_id}-{slot}", "gpu_worker", {**common, **worker, **options.environ}))
         return services
 

@@ -3,13 +3,15 @@
 One server with one slot, whose pool cannot hold both big models. Each round asks the larger model (which pushes the
 small one out of DRAM), then the small one (cold, from SSD), a tiny one (which takes the slot but leaves DRAM alone),
 the small one again (cold, from DRAM), and once more (warm). So the three figures are interleaved. The SSD copy is
-dropped from the page cache before each cold start from SSD.
+dropped from the page cache before each cold start from SSD, and read raw right after it: that is the device's ceiling.
 """
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +73,8 @@ async def measure(directory: Path, models: Path, rounds: int, console: Console) 
                 _check(answer, case)
                 assert answer.first_token_s is not None
                 seconds[case].append(answer.first_token_s)
+                if case == "ssd":
+                    stages["ssd.ceiling"].append(raw_read_s(_copy_of(directory, SMALL)))
                 for stage in STAGES:
                     stages[f"{case}.stage.{stage}"].append(answer.stages_ms.get(stage, 0.0) / 1000)
             console.print(
@@ -93,6 +97,24 @@ def _check(answer: Answer, case: str) -> None:
         raise RuntimeError(
             f"expected a start from {expected}, the cluster says {answer.tier!r}; stages {answer.stages_ms}"
         )
+
+
+def raw_read_s(path: Path) -> float:
+    """Seconds that the device needs for the same bytes: direct reads of 16 MiB, one after another, into one buffer."""
+    with mmap.mmap(-1, CHUNK_BYTES) as buffer:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            started, offset_bytes = time.perf_counter(), 0
+            while size_bytes := os.preadv(handle, [buffer], offset_bytes):
+                offset_bytes += size_bytes
+            return time.perf_counter() - started
+        finally:
+            os.close(handle)
+
+
+def _copy_of(directory: Path, model: str) -> Path:
+    """The partition of a model on the server's SSD."""
+    return next((directory / "servers").glob(f"**/{model}/partition_0.bin"))
 
 
 def drop_from_page_cache(folder: Path) -> None:

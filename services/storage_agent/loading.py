@@ -255,6 +255,8 @@ class Loading:
                 chunks,
                 partition.padded_bytes,
                 digests=partition.digests,
+                # None: direct, but for chunks that are in the page cache already.
+                direct=None if self._tiers.probe.is_direct else False,
                 progress=progress,
                 cancel=cancel,
             )

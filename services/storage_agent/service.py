@@ -161,7 +161,7 @@ class StorageAgentService:
             pool_free_bytes=tiers.pool_free_bytes(),
             ssd_size_bytes=config.ssd_bytes,
             ssd_used_bytes=tiers.residency.ssd_used_bytes(),
-            probe_bandwidth_bytes_per_s=tiers.probe_bandwidth_bytes_per_s,
+            probe_bandwidth_bytes_per_s=tiers.probe.bandwidth_bytes_per_s,
         )
 
     # --- parts ---

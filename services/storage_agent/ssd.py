@@ -1,4 +1,4 @@
-"""Owns the SSD directory of a server: one directory per model, each whole or not there, and how fast it reads.
+"""Owns the SSD directory of a server: one directory per model, each whole or not there.
 
 Nothing is synced. This tier is a cache that every load verifies chunk by chunk, so bytes that a power cut took are
 found then and fetched again, and a fetch does not wait for the device.
@@ -6,11 +6,10 @@ found then and fetched again, and a fetch does not wait for the device.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +23,6 @@ from services.storage_agent.core.residency import CheckpointKey
 
 PARTIAL_PREFIX = ".partial-"
 TRASH_PREFIX = ".trash-"
-
-# What the reader asks for at once too.
-PROBE_READ_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +98,6 @@ class SsdDirectory:
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def probe_bandwidth(directory: Path, size_bytes: int) -> float:
-    """Bytes per second of a few large direct reads from the file system of `directory`.
-
-    A first guess until loads have been observed (E6); reads a file of its own, so that no cache answers.
-    """
-    path = directory / f"{PARTIAL_PREFIX}probe"
-    try:
-        _write_probe(path, size_bytes)
-        return _read_probe(path, size_bytes)
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def _inspect(path: Path) -> FoundCheckpoint | None:
     """The checkpoint in `path` when its manifest is sound and every file has its size, else None."""
     try:
@@ -127,32 +110,3 @@ def _inspect(path: Path) -> FoundCheckpoint | None:
         return None
     key = CheckpointKey(model_id=model_id, checkpoint_digest=checkpoint_digest(manifest))
     return FoundCheckpoint(key=key, size_bytes=footprint_bytes(manifest), idle_s=idle_s)
-
-
-def _write_probe(path: Path, size_bytes: int) -> None:
-    block = os.urandom(1024 * 1024)
-    with path.open("wb", buffering=0) as file:
-        for _ in range(max(1, size_bytes // len(block))):
-            file.write(block)
-        os.fsync(file.fileno())
-        # Only where direct reads are refused can the page cache answer; then it is asked to forget.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _read_probe(path: Path, size_bytes: int) -> float:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:  # tmpfs and some network file systems
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with closing(mmap.mmap(-1, PROBE_READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE)) as buffer:
-            started_s = time.perf_counter()
-            done_bytes = 0
-            while done_bytes < size_bytes:
-                count = os.preadv(descriptor, [buffer], done_bytes)
-                if count == 0:
-                    break
-                done_bytes += count
-            return done_bytes / max(time.perf_counter() - started_s, 1e-9)
-    finally:
-        os.close(descriptor)

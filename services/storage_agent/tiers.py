@@ -24,8 +24,9 @@ from services.storage_agent.core.eviction import Evict, NeverFits, Wait, choose_
 from services.storage_agent.core.residency import CheckpointKey, DramCopy, Residency
 from services.storage_agent.fetch import Fetch, OnProgress
 from services.storage_agent.leases import LeaseFiles, retire, take_over
+from services.storage_agent.probing import Probe, probe_ssd
 from services.storage_agent.repository import Repository
-from services.storage_agent.ssd import SsdDirectory, probe_bandwidth
+from services.storage_agent.ssd import SsdDirectory
 from services.storage_agent.threads import Threads
 
 log = structlog.get_logger()
@@ -52,7 +53,7 @@ class Tiers:
         self.repository = Repository(config.repository_url)
         self.residency = Residency(chunk_count=config.chunk_count, ssd_size_bytes=config.ssd_bytes)
         self.threads = Threads(FILE_THREADS, "agent-files")
-        self.probe_bandwidth_bytes_per_s = 0.0
+        self.probe = Probe(bandwidth_bytes_per_s=0.0, is_direct=True)
         self._config = config
         self._on_change = on_change
         self._clock = clock
@@ -76,7 +77,9 @@ class Tiers:
             ckptio.ChunkPool.create, config.pool_path, config.pool_bytes, config.chunk_size_bytes
         )
         pooled_s = self._clock()
-        self.probe_bandwidth_bytes_per_s = await self.threads.run(probe_bandwidth, config.ssd_dir, config.probe_bytes)
+        self.probe = await self.threads.run(
+            probe_ssd, config.ssd_dir, self._pool, config.chunk_size_bytes, config.reader_threads, config.probe_bytes
+        )
         self._changed()
         log.info(
             "storage_opened",
@@ -85,7 +88,8 @@ class Tiers:
             probe_s=round(self._clock() - pooled_s, 4),
             pool_bytes=config.chunk_count * config.chunk_size_bytes,
             ssd_checkpoints=len(self.residency.ssd_copies()),
-            ssd_bandwidth_bytes_per_s=round(self.probe_bandwidth_bytes_per_s),
+            ssd_bandwidth_bytes_per_s=round(self.probe.bandwidth_bytes_per_s),
+            is_direct=self.probe.is_direct,
         )
 
     async def close(self) -> None:

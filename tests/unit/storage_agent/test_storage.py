@@ -24,9 +24,10 @@ from services.storage_agent.fetch import Fetch
 from services.storage_agent.imports import JOBS_MAX, ImportJobs
 from services.storage_agent.leases import LeaseFiles, retire, take_over
 from services.storage_agent.outcomes import Outcomes
+from services.storage_agent.probing import choose, probe_ssd
 from services.storage_agent.progress import Progress
 from services.storage_agent.repository import Repository
-from services.storage_agent.ssd import SsdDirectory, probe_bandwidth
+from services.storage_agent.ssd import SsdDirectory
 from services.storage_agent.threads import Threads
 from tests.unit.storage_agent.harness import CHUNK_BYTES, a_config, damage, publish
 
@@ -145,9 +146,25 @@ def test_a_directory_is_replaced_and_removed_without_ever_being_half(home: Path)
 
 def test_the_probe_measures_a_disk_and_leaves_nothing(tmp_path: Path, home: Path) -> None:
     """E6: bandwidth is learned, never a constant; the probe is the first guess."""
-    for directory in (tmp_path, home):  # with direct I/O, and on a file system that may refuse it
-        assert probe_bandwidth(directory, 2 * 1024 * 1024) > 1e6
-        assert list(directory.iterdir()) == []
+    with ckptio.ChunkPool.create(None, 8 * 65536, 65536) as pool:
+        for directory in (tmp_path, home):  # with direct I/O, and on a file system that may refuse it
+            for size_bytes in (0, 4 * 65536, 1024 * 1024):  # less than a chunk, and more than the pool
+                probe = probe_ssd(directory, pool, 65536, 1, size_bytes)
+                assert probe.bandwidth_bytes_per_s > 1e6
+                assert list(directory.iterdir()) == []
+                assert pool.free_chunks == 8
+
+
+@pytest.mark.parametrize(
+    ("direct_s", "buffered_s", "is_direct", "bandwidth"),
+    [(1.0, 1.0, True, 100.0), (1.1, 1.0, True, 100 / 1.1), (2.0, 1.0, False, 100.0), (1.0, 9.0, True, 100.0)],
+)
+def test_direct_reads_are_given_up_only_for_a_clear_gain(
+    direct_s: float, buffered_s: float, is_direct: bool, bandwidth: float
+) -> None:
+    """L3, L9: direct I/O is the rule, for its predictability; what the device shows decides."""
+    probe = choose(100, direct_s=direct_s, buffered_s=buffered_s)
+    assert (probe.is_direct, probe.bandwidth_bytes_per_s) == (is_direct, pytest.approx(bandwidth))
 
 
 # --- leases ---

@@ -119,6 +119,16 @@ class TransformersEngine:
             raise EngineError(f"weights of dtype {own} cannot be computed with; convert the model to bfloat16")
         return _COMPUTABLE[own]
 
+    def _common_prefix(self, sequence: Sequence, end: int) -> DynamicCache | None:
+        """What the last request has computed of this one; for greedy requests only.
+
+        How a prompt is cut into passes shows in the last bits, and decoding in 16 bits makes much of them. A greedy
+        answer hardly cares; a seeded sample has to be the same whatever was asked before.
+        """
+        if sequence.request.sampling.temperature > 0:
+            return None
+        return self._last_prefix.take(sequence.tokens[:end])
+
     @torch.inference_mode()
     def _compute(self, sequence: Sequence, end: int) -> NDArray[np.float32]:
         """Run the tokens that the KV cache lacks; the logits after the last of them, shape (vocabulary size,)."""
@@ -126,7 +136,7 @@ class TransformersEngine:
         model = self._skeleton.model
         _, cache = self._kv_caches.get(sequence.request_id, (sequence, None))
         if cache is None:
-            cache = self._last_prefix.take(sequence.tokens[:end]) or DynamicCache(config=model.config)
+            cache = self._common_prefix(sequence, end) or DynamicCache(config=model.config)
             self._kv_caches[sequence.request_id] = sequence, cache
         tokens = sequence.tokens[cache.get_seq_length() : end]
         try:

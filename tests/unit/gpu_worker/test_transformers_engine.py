@@ -320,6 +320,18 @@ def test_only_the_tokens_that_differ_and_the_last_few_are_prefilled(
         assert lengths == [anew] + [1] * (OUTPUT_TOKENS - 1)
 
 
+def test_a_seeded_sample_is_computed_from_its_request_alone(lender: Lender, tiny_models: Models) -> None:
+    sampling = Sampling(temperature=1.0, seed=7)
+    with loaded(an_engine(), lender, tiny_models["llama"]) as engine:
+        prompt = list(range(10, 40))
+        answer(engine, asked(prompt=prompt, sampling=NO_END))
+        assert engine._skeleton is not None
+        lengths: list[int] = []
+        engine._skeleton.model.register_forward_pre_hook(lambda _, arguments: lengths.append(arguments[0].shape[1]))
+        answer(engine, asked(prompt=prompt, sampling=sampling))
+        assert lengths[0] == len(prompt)
+
+
 def test_what_a_failed_pass_has_half_computed_is_never_used(lender: Lender, tiny_models: Models) -> None:
     prompt, other = (*range(10, 25), *range(50, 65)), range(10, 40)
     with loaded(an_engine(), lender, tiny_models["llama"]) as engine:

@@ -329,7 +329,8 @@ def test_native_digests_are_those_of_the_xxhash_package(
     path.write_bytes(raw)
     with ckptio.ChunkPool.create(None, 3 * CHUNK_BYTES, CHUNK_BYTES) as pool, ckptio.Reader(1) as reader:
         indices = pool.allocate(pool.chunks_for(size_bytes))
-        reader.read(pool, path, indices, size_bytes, digests=digests_of(raw))
+        report = reader.read(pool, path, indices, size_bytes, digests=digests_of(raw))
+        assert (report.size_bytes, report.reread_chunks) == (size_bytes, 0)
 
 
 def test_arguments_that_do_not_fit_are_refused(

@@ -59,6 +59,7 @@ def test_touching_after_the_end_does_nothing(lender: Lender, model: TinyModel) -
     chunks.close()
     chunks.touch()
     chunks.close()
+    assert all(mapping.is_closed for mapping in chunks.mappings)
 
 
 def test_a_view_that_lives_keeps_the_lease(lender: Lender, model: TinyModel) -> None:

@@ -36,7 +36,8 @@ from ckptio.writer import Progress
 
 if TYPE_CHECKING:
     from ckptio._native import CancelToken, Mapping
-    from ckptio.torch import load, save, tensors
+    from ckptio.state_dict import save
+    from ckptio.torch import load, tensors
 
 __version__ = "0.1.0"
 
@@ -86,7 +87,7 @@ _LATE = {
     "CancelToken": "ckptio._native",
     "Mapping": "ckptio._native",
     "load": "ckptio.torch",
-    "save": "ckptio.torch",
+    "save": "ckptio.state_dict",
     "tensors": "ckptio.torch",
 }
 

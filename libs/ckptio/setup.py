@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 NATIVE = "src/ckptio/native"
+SOURCES = ("cuda", "device", "digest", "digest_avx2", "faults", "pipeline", "reader", "region")
 
 # A machine without a compiler can still have the pure part; `ckptio.native_status()` then says what is
 # missing.
@@ -17,13 +19,11 @@ extension = Extension(
     "ckptio._native",
     sources=[
         "src/ckptio/_native.pyx",
-        f"{NATIVE}/digest.cpp",
-        f"{NATIVE}/reader.cpp",
-        f"{NATIVE}/region.cpp",
+        *(f"{NATIVE}/{name}.cpp" for name in SOURCES),
     ],
     depends=[
         "src/ckptio/_native.pxd",
-        *(f"{NATIVE}/{name}" for name in ("digest.hpp", "errors.hpp", "reader.hpp", "region.hpp")),
+        *sorted(f"{NATIVE}/{path.name}" for path in Path(NATIVE).glob("*.[hi]*")),
     ],
     include_dirs=["src/ckptio"],
     language="c++",
@@ -36,7 +36,7 @@ extension = Extension(
         "-fvisibility=hidden",
         "-pthread",
     ],
-    extra_link_args=["-pthread"],
+    extra_link_args=["-pthread", "-ldl"],
 )
 
 setup(ext_modules=[] if IS_PURE else cythonize([extension], language_level=3))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.checkpoint import read_index, read_manifest, verify
 from ckptio.convert import convert
+from ckptio.devices import CudaStatus, DeviceBuffer, cuda_status
 from ckptio.errors import (
     Cancelled,
     CheckpointExists,
@@ -26,6 +27,10 @@ from ckptio.errors import (
 )
 from ckptio.export import export
 from ckptio.index import Index, IndexPartition, TensorEntry
+from ckptio.layout import Layout, read_layout
+from ckptio.load_plan import Factors, LoadReport, TierReport
+from ckptio.loaded import Loaded
+from ckptio.loader import Loader
 from ckptio.manifest import FileInfo, Manifest, PartitionInfo, Source
 from ckptio.mapping import map_chunks
 from ckptio.native import NativeStatus, native_status
@@ -50,11 +55,18 @@ __all__ = [
     "CkptioError",
     "ConversionInProgress",
     "CorruptCheckpoint",
+    "CudaStatus",
+    "DeviceBuffer",
     "DeviceError",
+    "Factors",
     "FileInfo",
     "Index",
     "IndexPartition",
     "InsufficientSpace",
+    "Layout",
+    "LoadReport",
+    "Loaded",
+    "Loader",
     "Manifest",
     "Mapping",
     "MissingFile",
@@ -68,14 +80,17 @@ __all__ = [
     "Reader",
     "Source",
     "TensorEntry",
+    "TierReport",
     "TruncatedCheckpoint",
     "UnsupportedFormat",
     "convert",
+    "cuda_status",
     "export",
     "load",
     "map_chunks",
     "native_status",
     "read_index",
+    "read_layout",
     "read_manifest",
     "save",
     "tensors",

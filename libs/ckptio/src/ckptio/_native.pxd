@@ -1,8 +1,9 @@
 # The header of the bindings: what the C++ offers, and the fields of the classes that wrap it.
 
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from libcpp cimport bool as cbool
 from libcpp.memory cimport shared_ptr
+from libcpp.string cimport string
 from libcpp.vector cimport vector
 
 
@@ -10,6 +11,15 @@ cdef extern from *:
     """
     #include <new>
     #include "native/errors.hpp"
+    // A GPU runtime's code becomes ckptio.DeviceError.
+    static void ckptio_raise_device_error(int code, const char* operation) {
+        PyObject* module = PyImport_ImportModule("ckptio.devices");
+        PyObject* error =
+            module == nullptr ? nullptr : PyObject_CallMethod(module, "device_error", "is", code, operation);
+        if (error != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+        Py_XDECREF(error);
+        Py_XDECREF(module);
+    }
     // The one translator: an errno becomes the OSError subclass that Python has for it; callers add the path.
     static void ckptio_translate() {
         try {
@@ -17,6 +27,8 @@ cdef extern from *:
         } catch (const ckptio::SystemError& error) {
             errno = error.code();
             PyErr_SetFromErrno(PyExc_OSError);
+        } catch (const ckptio::DeviceError& error) {
+            ckptio_raise_device_error(error.code(), error.what());
         } catch (const std::bad_alloc&) {
             PyErr_NoMemory();
         } catch (const std::exception& error) {
@@ -68,17 +80,27 @@ cdef extern from "native/reader.hpp" namespace "ckptio" nogil:
 
     cdef struct ChunkRead:
         byte* target
+        uint64_t file
         uint64_t offset_bytes
         uint64_t size_bytes
         uint64_t digest
         cbool is_direct
+        cbool is_resident
 
-    cdef struct ReadRequest:
+    cdef struct ReadFile:
         int buffered_descriptor
         int direct_descriptor
+
+    cdef cppclass ChunkSink:
+        pass
+
+    cdef struct ReadRequest:
+        vector[ReadFile] files
         cbool is_verified
+        cbool is_bounced
         vector[ChunkRead] chunks
         shared_ptr[CancelFlag] cancel
+        shared_ptr[ChunkSink] sink
 
     cdef struct ReadResult:
         Outcome outcome
@@ -101,10 +123,84 @@ cdef extern from "native/reader.hpp" namespace "ckptio" nogil:
         shared_ptr[ReadJob] submit(ReadRequest request) except +ckptio_translate
 
 
+cdef extern from "native/cuda.hpp" namespace "ckptio" nogil:
+    cdef struct CudaIpcHandle:
+        unsigned char bytes[64]
+
+    cdef cppclass CudaRuntime:
+        int get_device_count(int* count) noexcept
+        int host_register(void* data, size_t size_bytes, unsigned flags) noexcept
+        int host_unregister(void* data) noexcept
+
+    const CudaRuntime* cuda_get "ckptio::CudaRuntime::get"() noexcept
+    string cuda_load "ckptio::CudaRuntime::load"(const string& name) except +ckptio_translate
+    string cuda_describe "ckptio::CudaRuntime::describe"(int code) except +ckptio_translate
+    void check_cuda(int code, const char* operation) except +ckptio_translate
+    cdef unsigned HOST_REGISTER_PORTABLE "ckptio::kCudaHostRegisterPortable"
+
+
+cdef extern from "native/device.hpp" namespace "ckptio" nogil:
+    cdef cppclass CDeviceMemory "ckptio::DeviceMemory":
+        CDeviceMemory() noexcept
+        int device() noexcept
+        byte* data() noexcept
+        uint64_t size_bytes() noexcept
+        CudaIpcHandle ipc_handle() except +ckptio_translate
+        void read(byte* target, uint64_t offset_bytes, uint64_t size_bytes) except +ckptio_translate
+
+    CDeviceMemory memory_allocate "ckptio::DeviceMemory::allocate"(
+        int device, uint64_t size_bytes
+    ) except +ckptio_translate
+    CDeviceMemory memory_open "ckptio::DeviceMemory::open"(
+        int device, const CudaIpcHandle& handle, uint64_t size_bytes
+    ) except +ckptio_translate
+    CDeviceMemory memory_borrow "ckptio::DeviceMemory::borrow"(int device, byte* data, uint64_t size_bytes) noexcept
+
+
+cdef extern from "native/pipeline.hpp" namespace "ckptio" nogil:
+    cdef struct CopyTarget:
+        int device
+        byte* data
+
+    cdef struct ChunkCopy:
+        uint64_t target
+        uint64_t offset_bytes
+        uint64_t size_bytes
+
+    cdef struct CopyResult:
+        int error
+        const char* operation
+        uint64_t copied_bytes
+        double seconds
+
+    cdef cppclass CCopyPipeline "ckptio::CopyPipeline"(ChunkSink):
+        CCopyPipeline(
+            vector[CopyTarget] targets, vector[ChunkCopy] copies, vector[byte*] ring, cbool is_pipelined
+        ) except +ckptio_translate
+        CopyResult finish(cbool is_dropping) except +ckptio_translate
+
+
+cdef extern from "native/faults.hpp" namespace "ckptio" nogil:
+    # Atomics take the plain assignment that Cython writes.
+    cdef cppclass Faults:
+        cbool is_active
+        uint64_t read_bytes_max
+        int read_error
+        int64_t read_error_offset
+        int64_t corrupt_offset
+        int times
+        unsigned read_delay_us
+        int copy_error
+        int64_t copy_error_after
+        void clear() noexcept
+
+    Faults faults
+
+
 cdef class Mapping:
     cdef Region region
     # Views that are alive: buffers given out, and pins for owners that drop their buffer but keep the address.
-    cdef Py_ssize_t views
+    cdef readonly Py_ssize_t views
     cdef readonly bint is_closed
 
     cdef _ensure_open(self)
@@ -122,5 +218,24 @@ cdef class ReaderThreads:
     # Shared with reads that are just being submitted, so that a concurrent close is safe.
     cdef shared_ptr[CReaderThreads] threads
 
-    cdef _read(self, Mapping target, chunks, int buffered_descriptor, int direct_descriptor, bint is_verified,
-               CancelToken cancel, progress)
+    cdef _read(self, Mapping target, chunks, files, bint is_verified, bint is_bounced, CancelToken cancel,
+               CopyPipeline sink, progress)
+
+
+cdef class DeviceMemory:
+    cdef CDeviceMemory memory
+    # Copies that are under way: a close waits for nobody, so it refuses.
+    cdef Py_ssize_t users
+    cdef readonly bint is_closed
+    cdef object owner
+
+    cdef _ensure_open(self)
+
+
+cdef class CopyPipeline:
+    cdef shared_ptr[CCopyPipeline] pipeline
+    # What the copies go to and come from, kept open until `finish`.
+    cdef list targets
+    cdef Mapping ring_mapping
+
+    cdef _release(self)

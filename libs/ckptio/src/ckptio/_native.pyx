@@ -3,13 +3,17 @@
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport uint64_t
+from cython.operator cimport dereference as deref
+from libc.stdint cimport int64_t, uint64_t
+from libc.string cimport memcpy
 from libcpp cimport bool as cbool
-from libcpp.memory cimport make_shared, shared_ptr
+from libcpp.memory cimport make_shared, shared_ptr, static_pointer_cast
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
 cimport cython
+
+ctypedef byte* bytep
 
 
 # How long a waiting caller may go without looking at signals (Ctrl-C).
@@ -62,6 +66,11 @@ cdef class Mapping:
     def size_bytes(self):
         """Size of the range."""
         return self.region.size_bytes()
+
+    @property
+    def address(self):
+        """Where the range starts."""
+        return <uint64_t>self.region.data()
 
     def pin(self):
         """An object with the same bytes that keeps this mapping open as long as it lives."""
@@ -161,37 +170,52 @@ cdef class ReaderThreads:
         with nogil:
             threads.reset()
 
-    def read(self, Mapping target not None, chunks, int buffered_descriptor, int direct_descriptor,
-             bint is_verified, CancelToken cancel, progress):
-        """Reads `chunks`, tuples of (target_offset_bytes, offset_bytes, size_bytes, digest, is_direct).
+    def read(self, Mapping target not None, chunks, files, bint is_verified, bint is_bounced, CancelToken cancel,
+             CopyPipeline sink, progress):
+        """Reads `chunks`, tuples of (target_offset_bytes or None, file, offset_bytes, size_bytes, digest, is_direct,
+        is_resident), from `files`, tuples of (buffered_descriptor, direct_descriptor or -1).
 
-        Returns (outcome name, errno, chunk_index, offset_bytes, done_bytes, direct_bytes, reread_chunks, read_s,
-        verify_s). `progress` is called in this thread with the bytes done so far; what it raises cancels the read.
+        A chunk without a target is read to a place of the sink. Returns (outcome name, errno, chunk_index,
+        offset_bytes, done_bytes, direct_bytes, reread_chunks, read_s, verify_s). `progress` is called in this thread
+        with the bytes done so far; what it raises cancels the read.
         """
         target._ensure_open()
         # From here on nobody can close the target: its addresses are about to be handed out.
         target.views += 1
         try:
-            return self._read(target, chunks, buffered_descriptor, direct_descriptor, is_verified, cancel, progress)
+            return self._read(target, chunks, files, is_verified, is_bounced, cancel, sink, progress)
         finally:
             target.views -= 1
 
-    cdef _read(self, Mapping target, chunks, int buffered_descriptor, int direct_descriptor, bint is_verified,
-               CancelToken cancel, progress):
+    cdef _read(self, Mapping target, chunks, files, bint is_verified, bint is_bounced, CancelToken cancel,
+               CopyPipeline sink, progress):
         cdef ReadRequest request
         cdef ChunkRead chunk
+        cdef ReadFile file
         cdef uint64_t target_offset
-        request.buffered_descriptor = buffered_descriptor
-        request.direct_descriptor = direct_descriptor
         request.is_verified = is_verified
+        request.is_bounced = is_bounced
         if cancel is not None:
             request.cancel = cancel.flag
-        for target_offset, chunk.offset_bytes, chunk.size_bytes, chunk.digest, chunk.is_direct in chunks:
-            if target_offset % DIRECT_ALIGNMENT_BYTES or chunk.offset_bytes % DIRECT_ALIGNMENT_BYTES:
-                raise ValueError("a chunk is not aligned for direct reads")
-            if target_offset + chunk.size_bytes > target.region.size_bytes():
-                raise ValueError("a chunk ends after its target")
-            chunk.target = target.region.data() + target_offset
+        if sink is not None:
+            request.sink = static_pointer_cast[ChunkSink, CCopyPipeline](sink.pipeline)
+        for file.buffered_descriptor, file.direct_descriptor in files:
+            request.files.push_back(file)
+        for target_offset_or_none, chunk.file, chunk.offset_bytes, chunk.size_bytes, chunk.digest, chunk.is_direct, \
+                chunk.is_resident in chunks:
+            if chunk.file >= request.files.size():
+                raise ValueError("a chunk of a file that was not given")
+            if target_offset_or_none is None:
+                if sink is None:
+                    raise ValueError("a chunk without a target needs a sink")
+                chunk.target = NULL
+            else:
+                target_offset = target_offset_or_none
+                if target_offset % DIRECT_ALIGNMENT_BYTES or chunk.offset_bytes % DIRECT_ALIGNMENT_BYTES:
+                    raise ValueError("a chunk is not aligned for direct reads")
+                if target_offset + chunk.size_bytes > target.region.size_bytes():
+                    raise ValueError("a chunk ends after its target")
+                chunk.target = target.region.data() + target_offset
             request.chunks.push_back(chunk)
         cdef shared_ptr[ReadJob] job
         cdef shared_ptr[CReaderThreads] threads = self.threads
@@ -232,3 +256,213 @@ cdef _wrap(ReadJob* job):
              Outcome.truncated: "truncated", Outcome.corrupt: "corrupt"}
     return (names[result.outcome], result.error, result.chunk_index, result.offset_bytes, job.done_bytes(),
             result.direct_bytes, result.reread_chunks, result.read_s, result.verify_s)
+
+
+@cython.no_gc_clear
+cdef class DeviceMemory:
+    """Memory of a GPU (device number), or of the host (-1). Made by `allocate`, `open` and `borrow`."""
+
+    def __init__(self):
+        raise TypeError("use ckptio.DeviceBuffer")
+
+    @staticmethod
+    def allocate(int device, uint64_t size_bytes):
+        """New memory, of nobody knows which content."""
+        cdef DeviceMemory self = DeviceMemory.__new__(DeviceMemory)
+        with nogil:
+            self.memory = memory_allocate(device, size_bytes)
+        return self
+
+    @staticmethod
+    def open(int device, const unsigned char[:] handle, uint64_t size_bytes):
+        """Memory that another process described with `ipc_handle`."""
+        cdef DeviceMemory self = DeviceMemory.__new__(DeviceMemory)
+        cdef CudaIpcHandle c_handle
+        if handle.shape[0] != sizeof(c_handle.bytes):
+            raise ValueError(f"a handle has {sizeof(c_handle.bytes)} bytes, not {handle.shape[0]}")
+        memcpy(c_handle.bytes, &handle[0], sizeof(c_handle.bytes))
+        with nogil:
+            self.memory = memory_open(device, c_handle, size_bytes)
+        return self
+
+    @staticmethod
+    def borrow(int device, uint64_t address, uint64_t size_bytes, owner):
+        """Memory that `owner` owns; it lives as long as this object."""
+        cdef DeviceMemory self = DeviceMemory.__new__(DeviceMemory)
+        self.memory = memory_borrow(device, <byte*>address, size_bytes)
+        self.owner = owner
+        return self
+
+    @property
+    def device(self):
+        """Number of the GPU, -1 for the host."""
+        return self.memory.device()
+
+    @property
+    def address(self):
+        """Where it starts, in the device's terms."""
+        return <uint64_t>self.memory.data()
+
+    @property
+    def size_bytes(self):
+        """Size of the memory; 0 when closed."""
+        return self.memory.size_bytes()
+
+    def ipc_handle(self):
+        """The 64 bytes with which another process opens this memory."""
+        self._ensure_open()
+        cdef CudaIpcHandle handle = self.memory.ipc_handle()
+        return <bytes>(<char*>handle.bytes)[:sizeof(handle.bytes)]
+
+    def read_into(self, unsigned char[::1] target not None, uint64_t offset_bytes):
+        """Copies from the device to host memory."""
+        self._ensure_open()
+        cdef uint64_t size_bytes = target.shape[0]
+        if offset_bytes > self.memory.size_bytes() or size_bytes > self.memory.size_bytes() - offset_bytes:
+            raise ValueError("the range ends after the memory")
+        if size_bytes == 0:
+            return
+        self.users += 1
+        try:
+            with nogil:
+                self.memory.read(<byte*>&target[0], offset_bytes, size_bytes)
+        finally:
+            self.users -= 1
+
+    def close(self):
+        """Gives the memory back. Raises BufferError while copies use it. Closing twice is fine."""
+        if self.users > 0:
+            raise BufferError(f"{self.users} copies use the memory")
+        self.is_closed = True
+        cdef CDeviceMemory memory = move(self.memory)
+        with nogil:
+            memory = CDeviceMemory()
+        self.owner = None
+
+    cdef _ensure_open(self):
+        if self.is_closed:
+            raise ValueError("the device memory is closed")
+
+
+cdef class CopyPipeline:
+    """Copiers that take chunks as they are read: one per target."""
+
+    def __cinit__(self, targets, copies, Mapping ring_mapping, ring_offsets_bytes, uint64_t ring_chunk_bytes,
+                  bint is_pipelined):
+        """`targets` are DeviceMemory; `copies` are (target, offset_bytes, size_bytes) of each chunk of the read."""
+        cdef vector[CopyTarget] c_targets
+        cdef vector[ChunkCopy] c_copies
+        cdef vector[bytep] ring
+        cdef CopyTarget c_target
+        cdef ChunkCopy copy
+        cdef DeviceMemory memory
+        cdef uint64_t offset
+        for memory in targets:
+            memory._ensure_open()
+            c_target.device = memory.memory.device()
+            c_target.data = memory.memory.data()
+            c_targets.push_back(c_target)
+        for copy.target, copy.offset_bytes, copy.size_bytes in copies:
+            if copy.target >= c_targets.size():
+                raise ValueError("a copy to a target that was not given")
+            memory = targets[copy.target]
+            if copy.offset_bytes + copy.size_bytes > memory.memory.size_bytes():
+                raise ValueError("a copy ends after its target")
+            c_copies.push_back(copy)
+        for offset in ring_offsets_bytes:
+            if offset % DIRECT_ALIGNMENT_BYTES or offset + ring_chunk_bytes > ring_mapping.region.size_bytes():
+                raise ValueError("a place of the ring is not in the mapping")
+            ring.push_back(ring_mapping.region.data() + offset)
+        self.targets = []
+        ring_mapping._ensure_open()
+        with nogil:
+            self.pipeline = make_shared[CCopyPipeline](c_targets, c_copies, ring, is_pipelined)
+        self.ring_mapping = ring_mapping
+        ring_mapping.views += 1
+        for memory in targets:
+            memory.users += 1
+            self.targets.append(memory)
+
+    def finish(self, bint is_dropping):
+        """Waits for the copies, or drops what has not started. Returns (code, operation, copied_bytes, seconds)."""
+        if self.pipeline.get() == NULL:
+            raise ValueError("the pipeline has finished")
+        cdef CopyResult result
+        cdef shared_ptr[CCopyPipeline] pipeline = self.pipeline
+        with nogil:
+            result = pipeline.get().finish(is_dropping)
+        self._release()
+        return result.error, result.operation.decode(), result.copied_bytes, result.seconds
+
+    cdef _release(self):
+        self.pipeline.reset()
+        for memory in self.targets:
+            (<DeviceMemory>memory).users -= 1
+        self.targets = []
+        if self.ring_mapping is not None:
+            self.ring_mapping.views -= 1
+            self.ring_mapping = None
+
+    def __dealloc__(self):
+        if self.pipeline.get() != NULL:
+            self._release()
+
+
+def load_cuda(name):
+    """Loads the CUDA runtime library `name`; returns why it could not, or an empty string."""
+    return cuda_load(name.encode()).decode()
+
+
+def cuda_device_count():
+    """GPUs that the loaded runtime has. Raises DeviceError."""
+    cdef int count = 0
+    if cuda_get() == NULL:
+        return 0
+    check_cuda(deref(cuda_get()).get_device_count(&count), b"cudaGetDeviceCount")
+    return count
+
+
+def describe_cuda_error(int code):
+    """The runtime's own words for an error code; empty without a runtime."""
+    return cuda_describe(code).decode()
+
+
+def register_host_memory(Mapping mapping not None):
+    """Page-locks a mapping for every GPU. Raises DeviceError."""
+    mapping._ensure_open()
+    cdef void* data = mapping.region.data()
+    cdef size_t size_bytes = mapping.region.size_bytes()
+    cdef int code
+    with nogil:
+        code = deref(cuda_get()).host_register(data, size_bytes, HOST_REGISTER_PORTABLE)
+    check_cuda(code, b"cudaHostRegister")
+
+
+def unregister_host_memory(Mapping mapping not None):
+    """Undoes `register_host_memory`. Raises DeviceError."""
+    mapping._ensure_open()
+    cdef void* data = mapping.region.data()
+    cdef int code
+    with nogil:
+        code = deref(cuda_get()).host_unregister(data)
+    check_cuda(code, b"cudaHostUnregister")
+
+
+def set_faults(*, uint64_t read_bytes_max=0, int read_error=0, int64_t read_error_offset=-1, int64_t corrupt_offset=-1,
+               int times=0, unsigned read_delay_us=0, int copy_error=0, int64_t copy_error_after=0):
+    """Fault injection for tests; see native/faults.hpp."""
+    faults.is_active = False
+    faults.read_bytes_max = read_bytes_max
+    faults.read_error = read_error
+    faults.read_error_offset = read_error_offset
+    faults.corrupt_offset = corrupt_offset
+    faults.times = times
+    faults.read_delay_us = read_delay_us
+    faults.copy_error = copy_error
+    faults.copy_error_after = copy_error_after
+    faults.is_active = True
+
+
+def clear_faults():
+    """The devices are healthy again."""
+    faults.clear()

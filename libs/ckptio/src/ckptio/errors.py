@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 PathLike = str | os.PathLike[str]
@@ -51,12 +52,15 @@ class UnsupportedFormat(CkptioError):
 
 
 class MissingFile(CkptioError):
-    """A file that another one promises is not there."""
+    """A file that another one promises is not there, nor are the files `also`, of the same directory."""
 
-    def __init__(self, path: PathLike, *, named_by: PathLike) -> None:
+    def __init__(self, path: PathLike, *, named_by: PathLike, also: Sequence[PathLike] = ()) -> None:
         self.path = Path(path)
         self.named_by = Path(named_by)
-        super().__init__(f"{self.path}: missing, named by {self.named_by}; fetch it and try again")
+        self.also = tuple(Path(other) for other in also)
+        names = ", ".join([os.fspath(self.path), *(other.name for other in self.also)])
+        what = "it" if not also else "them"
+        super().__init__(f"{names}: missing, named by {self.named_by}; fetch {what} and try again")
 
 
 class CheckpointExists(CkptioError):
@@ -110,12 +114,14 @@ class Cancelled(CkptioError):
 
 
 class DeviceError(CkptioError):
-    """A GPU driver call failed with `code`."""
+    """A call of the GPU runtime failed with `code`, which `description` explains."""
 
-    def __init__(self, operation: str, *, code: int) -> None:
+    def __init__(self, operation: str, *, code: int, description: str = "") -> None:
         self.operation = operation
         self.code = code
-        super().__init__(f"{operation} failed with device error {code}")
+        self.description = description
+        words = f": {description}" if description else ""
+        super().__init__(f"{operation} failed with device error {code}{words}")
 
 
 class NativeMissing(CkptioError):
@@ -124,3 +130,46 @@ class NativeMissing(CkptioError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(f"the native part of ckptio is missing: {reason}")
+
+
+class UnsaveableTensor(UnsupportedFormat, ValueError):
+    """Safetensors does not hold the tensor `name`; a ValueError too, which is what that package raises."""
+
+    def __init__(self, path: PathLike, name: str, reason: str) -> None:
+        self.name = name
+        super().__init__(path, f"{name}: {reason}")
+
+
+class SharedTensors(UnsupportedFormat, RuntimeError):
+    """The tensors `names` share bytes, which safetensors does not hold; a RuntimeError as in that package."""
+
+    def __init__(self, path: PathLike, names: tuple[str, ...]) -> None:
+        self.names = names
+        listed = ", ".join(names[:8])
+        super().__init__(
+            path, f"{listed} share memory, and safetensors would store each; ckptio.save keeps them shared"
+        )
+
+
+class ModelMismatch(CkptioError):
+    """The tensors of `path` are not those of the model that its config describes."""
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        misshapen: tuple[str, ...] = (),
+    ) -> None:
+        self.path = Path(path)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.misshapen = misshapen
+        kinds = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+        listed = "; ".join(
+            f"{kind} ({len(names)}): {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+            for kind, names in kinds.items()
+            if names
+        )
+        super().__init__(f"{self.path}: the tensors do not fit the model of its config: {listed}")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptio.errors import CorruptCheckpoint, PathLike, TruncatedCheckpoint
+from ckptio.faults import writable_bytes
 
 _LIBC = ctypes.CDLL(None)
 _SYNC_FILE_RANGE_WRITE = ctypes.c_uint(2)
@@ -59,7 +60,7 @@ def write_exactly(descriptor: int, source: memoryview) -> None:
     """Writes all of `source` at the file position."""
     done = 0
     while done < len(source):
-        done += os.write(descriptor, source[done:])
+        done += os.write(descriptor, source[done : done + writable_bytes(len(source) - done)])
 
 
 def start_writeback(descriptor: int, offset_bytes: int, size_bytes: int) -> None:

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptio.errors import InsufficientSpace, PathLike, PoolExhausted
+from ckptio.devices import cuda_status
+from ckptio.errors import DeviceError, InsufficientSpace, PathLike, PoolExhausted
 from ckptio.files import naming
+from ckptio.huge_pages import HUGE_PAGE_BYTES, huge_pages_refusal, open_on_huge_tmpfs
 from ckptio.native import require_native
 from ckptio.plan import CHUNK_SIZE_BYTES, PADDING_BYTES, chunk_count
 
@@ -27,21 +29,22 @@ if TYPE_CHECKING:
     from ckptio._native import Mapping
 
 _MEMORY_STATUS = Path("/proc/meminfo")
-_SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-
-# What the kernel says in that file when advice alone is enough, or not even needed.
-_HUGE_PAGE_SETTINGS = ("[always]", "[within_size]", "[advise]", "[force]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReport:
-    """What making the pool gave: `lock_error` and `huge_pages_error` are empty when it worked."""
+    """What making the pool gave; each error is empty when it worked.
+
+    `is_registered` says that the CUDA runtime has the memory page-locked for every GPU.
+    """
 
     prefault_s: float
     is_locked: bool
     lock_error: str
     has_huge_pages: bool
     huge_pages_error: str
+    is_registered: bool
+    register_error: str
 
 
 class ChunkPool:
@@ -72,11 +75,15 @@ class ChunkPool:
         size_bytes: int,
         chunk_size_bytes: int = CHUNK_SIZE_BYTES,
         prefault_threads: int = 2,
+        is_registered: bool | None = None,
     ) -> ChunkPool:
-        """Makes a pool of `size_bytes` (rounded down to chunks) in a new file on tmpfs, or in a memfd.
+        """Makes a pool of `size_bytes` (rounded down to chunks) in a new file, on tmpfs or hugetlbfs.
 
-        The file of a pool whose owner died is replaced; that of a living one raises FileExistsError. Raises
-        `InsufficientSpace` when the file system or memory cannot hold it.
+        Without `path` the pool has no name in any directory: others open it by its `path` in /proc as long
+        as this process lives; it gets huge pages where this process may ask for them. The file of a pool
+        whose owner died is replaced; that of a living one raises FileExistsError. `is_registered` None
+        page-locks it for GPUs where there are any. Raises `InsufficientSpace` when the file system or memory
+        cannot hold it, `DeviceError` when registration was asked for and failed.
         """
         native = require_native()
         if chunk_size_bytes <= 0 or chunk_size_bytes % PADDING_BYTES:
@@ -84,13 +91,14 @@ class ChunkPool:
         size_bytes -= size_bytes % chunk_size_bytes
         if size_bytes <= 0 or prefault_threads <= 0:
             raise ValueError("a pool needs at least one chunk and one thread")
-        path, descriptor = _open_memfd() if path is None else _open_file(Path(path))
+        path, descriptor = _open_unnamed() if path is None else _open_file(Path(path))
         try:
             with naming(path):
                 _check_room(path, descriptor, size_bytes)
                 os.ftruncate(descriptor, size_bytes)
                 mapping = native.Mapping.shared(descriptor, size_bytes)
-                return cls(path, descriptor, mapping, chunk_size_bytes, _prepare(mapping, prefault_threads))
+                report = _prepare(mapping, prefault_threads, is_registered)
+                return cls(path, descriptor, mapping, chunk_size_bytes, report)
         except BaseException as error:
             _discard(path, descriptor)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -153,6 +161,10 @@ class ChunkPool:
         """Unmaps and unlinks; idempotent. Raises BufferError while a read or a view uses the pool."""
         if self._mapping.is_closed:
             return
+        if self._mapping.views:
+            raise BufferError(f"{self.path}: {self._mapping.views} reads or views of the pool are alive")
+        if self.report.is_registered and os.getpid() == self._owner_pid:
+            require_native().unregister_host_memory(self._mapping)
         self._mapping.close()
         # A forked child has the object but not the pool: the file belongs to the process that made it.
         if os.getpid() == self._owner_pid:
@@ -173,8 +185,10 @@ class ChunkPool:
             self.close()
 
 
-def _open_memfd() -> tuple[Path, int]:
-    descriptor = os.memfd_create("ckptio-pool", os.MFD_CLOEXEC)
+def _open_unnamed() -> tuple[Path, int]:
+    descriptor = open_on_huge_tmpfs("ckptio-pool")
+    if descriptor is None:
+        descriptor = os.memfd_create("ckptio-pool", os.MFD_CLOEXEC)
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor
 
 
@@ -199,7 +213,9 @@ def _open_file(path: Path) -> tuple[Path, int]:
 def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:
     """Before touching: a page that tmpfs cannot give is a bus error, one that memory cannot give kills."""
     status = os.fstatvfs(descriptor)
-    available_bytes = _available_memory_bytes()
+    # What hugetlbfs gives was set apart from other memory already.
+    is_hugetlb = status.f_bsize >= HUGE_PAGE_BYTES
+    available_bytes = size_bytes if is_hugetlb else _available_memory_bytes()
     if status.f_blocks:  # a file system without a limit, such as the one of memfd, reports none
         available_bytes = min(available_bytes, status.f_bavail * status.f_frsize)
     if available_bytes < size_bytes:
@@ -214,28 +230,41 @@ def _available_memory_bytes() -> int:
     raise OSError(errno.ENODATA, "No MemAvailable line", os.fspath(_MEMORY_STATUS))
 
 
-def _prepare(mapping: Mapping, threads: int) -> PoolReport:
-    advice_error = mapping.advise_huge_pages()
+def _prepare(mapping: Mapping, threads: int, is_registered: bool | None) -> PoolReport:
+    mapping.advise_huge_pages()
     start = time.monotonic()
     mapping.prefault(threads)
     prefault_s = time.monotonic() - start
     lock_error = mapping.lock_in_memory()
-    huge_pages_error = os.strerror(advice_error) if advice_error else _huge_pages_refusal()
+    huge_pages_error = huge_pages_refusal(mapping)
+    register_error = _register(mapping, is_registered)
     return PoolReport(
         prefault_s=prefault_s,
         is_locked=lock_error == 0,
         lock_error=os.strerror(lock_error) if lock_error else "",
         has_huge_pages=not huge_pages_error,
         huge_pages_error=huge_pages_error,
+        is_registered=not register_error,
+        register_error=register_error,
     )
 
 
-def _huge_pages_refusal() -> str:
+def _register(mapping: Mapping, is_wanted: bool | None) -> str:
+    """Why the pool is not page-locked for GPUs; empty when it is."""
+    if is_wanted is False:
+        return "not asked for"
+    status = cuda_status()
+    if status.reason:
+        if is_wanted:
+            raise DeviceError("cudaHostRegister", code=0, description=status.reason)
+        return status.reason
     try:
-        setting = _SHMEM_HUGE_PAGES.read_text().strip()
-    except OSError as error:
-        return f"{_SHMEM_HUGE_PAGES}: {error.strerror}"
-    return "" if any(word in setting for word in _HUGE_PAGE_SETTINGS) else f"{_SHMEM_HUGE_PAGES} is {setting}"
+        require_native().register_host_memory(mapping)
+    except DeviceError as error:
+        if is_wanted:
+            raise
+        return str(error)
+    return ""
 
 
 def _discard(path: Path, descriptor: int) -> None:

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +19,12 @@ from ckptio.plan import PADDING_BYTES, ChunkRead, choose_direct, chunk_count, pl
 from ckptio.pool import ChunkPool
 
 if TYPE_CHECKING:
-    from ckptio._native import CancelToken, Mapping
+    from ckptio._native import CancelToken, CopyPipeline, Mapping
     from ckptio.index import IndexPartition
 
-# Two threads of 16 MiB reads keep a disk of a few GB/s busy; more bring nothing on few cores.
-READER_THREADS = 2
+# Two threads of 16 MiB reads keep a disk of a few GB/s busy, two more while the others copy and verify what
+# they have read. Beyond that more bring nothing.
+READER_THREADS = 4
 READER_THREADS_MAX = 256
 
 
@@ -47,6 +48,33 @@ class ReadReport:
     def bandwidth_bytes_per_s(self) -> float:
         """Bytes over wall time; 0 for an empty read."""
         return self.size_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOrder:
+    """One chunk of one file, and where it goes in the target.
+
+    `chunk_index` is the chunk's number in its file. `target_offset_bytes` None leaves the place to the sink;
+    a resident chunk is there already, and is only passed on.
+    """
+
+    chunk: ChunkRead
+    chunk_index: int
+    target_offset_bytes: int | None
+    file: int = 0
+    digest: int = 0
+    is_resident: bool = False
+
+
+def order_chunks(
+    chunks: Sequence[ChunkRead], targets: Sequence[int], digests: Sequence[int] | None
+) -> list[ReadOrder]:
+    """Orders for all chunks of one file, each to its target offset."""
+    columns = zip(chunks, targets, digests or [0] * len(chunks), strict=True)
+    return [
+        ReadOrder(chunk=chunk, chunk_index=number, target_offset_bytes=target, digest=digest)
+        for number, (chunk, target, digest) in enumerate(columns)
+    ]
 
 
 class Reader:
@@ -83,10 +111,78 @@ class Reader:
             raise ValueError(f"{len(chunk_indices)} chunks of {pool.chunk_size_bytes} for {size_bytes} bytes")
         if not all(0 <= index < pool.chunk_count for index in chunk_indices):
             raise ValueError(f"chunk indices {list(chunk_indices)} of a pool of {pool.chunk_count}")
+        if digests is not None and len(digests) != count:
+            raise ValueError(f"{len(digests)} digests for {count} chunks; chunk sizes must agree")
         targets = [index * pool.chunk_size_bytes for index in chunk_indices]
-        chunks = plan_chunks(size_bytes, pool.chunk_size_bytes)
-        return self._read(
-            pool.mapping, targets, chunks, Path(partition_path), digests, direct, progress, cancel
+        return self.run(
+            pool.mapping,
+            [Path(partition_path)],
+            order_chunks(plan_chunks(size_bytes, pool.chunk_size_bytes), targets, digests),
+            is_verified=digests is not None,
+            is_bounced=not pool.report.has_huge_pages,
+            direct=direct,
+            progress=progress,
+            cancel=cancel,
+        )
+
+    def run(
+        self,
+        target: Mapping,
+        paths: Sequence[Path],
+        orders: Sequence[ReadOrder],
+        *,
+        is_verified: bool,
+        is_bounced: bool = False,
+        direct: bool | None = None,
+        sink: CopyPipeline | None = None,
+        progress: Callable[[int], None] | None = None,
+        cancel: CancelToken | None = None,
+    ) -> ReadReport:
+        """Carries out orders, in their order, from `paths` into `target`, and hands each chunk to `sink`.
+
+        `is_bounced` says that `target` has small pages only. The caller finishes `sink`. The rest is as for
+        `read`.
+        """
+        if self._is_closed or os.getpid() != self._owner_pid:
+            raise ValueError("the reader is closed, or belongs to the parent process")
+        start = time.monotonic()
+        with ExitStack() as stack:
+            files = [
+                (stack.enter_context(opened(path)), stack.enter_context(_opened_direct(path)))
+                for path in paths
+            ]
+            _check_sizes(paths, [buffered for buffered, _ in files], orders)
+            choices = _choose_all(files, orders) if direct is None else [direct] * len(orders)
+            outcome, code, order_index, offset_bytes, done_bytes, *numbers = self._threads.read(
+                target,
+                [
+                    (
+                        order.target_offset_bytes,
+                        order.file,
+                        order.chunk.offset_bytes,
+                        order.chunk.size_bytes,
+                        order.digest,
+                        is_direct,
+                        order.is_resident,
+                    )
+                    for order, is_direct in zip(orders, choices, strict=True)
+                ],
+                files,
+                is_verified,
+                is_bounced,
+                cancel,
+                sink,
+                progress,
+            )
+        _raise_for(outcome, code, order_index, offset_bytes, done_bytes, paths, orders)
+        direct_bytes, reread_chunks, read_s, verify_s = numbers
+        return ReadReport(
+            size_bytes=sum(order.chunk.size_bytes for order in orders if not order.is_resident),
+            seconds=time.monotonic() - start,
+            direct_bytes=direct_bytes,
+            reread_chunks=reread_chunks,
+            read_s=read_s,
+            verify_s=verify_s,
         )
 
     def close(self) -> None:
@@ -109,59 +205,14 @@ class Reader:
             warnings.warn("unclosed ckptio reader", ResourceWarning, source=self, stacklevel=2)
             self.close()
 
-    def _read(
-        self,
-        target: Mapping,
-        targets: Sequence[int],
-        chunks: Sequence[ChunkRead],
-        path: Path,
-        digests: Sequence[int] | None,
-        direct: bool | None,
-        progress: Callable[[int], None] | None,
-        cancel: CancelToken | None,
-    ) -> ReadReport:
-        if self._is_closed or os.getpid() != self._owner_pid:
-            raise ValueError("the reader is closed, or belongs to the parent process")
-        if digests is not None and len(digests) != len(chunks):
-            raise ValueError(f"{len(digests)} digests for {len(chunks)} chunks; chunk sizes must agree")
-        size_bytes = sum(chunk.size_bytes for chunk in chunks)
-        start = time.monotonic()
-        with opened(path) as descriptor, _opened_direct(path) as direct_descriptor:
-            _check_size(path, descriptor, size_bytes)
-            choices = _choose(descriptor, chunks) if direct is None else [direct] * len(chunks)
-            columns = zip(targets, chunks, digests or [0] * len(chunks), choices, strict=True)
-            outcome, code, chunk_index, offset_bytes, done_bytes, *numbers = self._threads.read(
-                target,
-                [
-                    (to, chunk.offset_bytes, chunk.size_bytes, digest, is_direct)
-                    for to, chunk, digest, is_direct in columns
-                ],
-                descriptor,
-                direct_descriptor,
-                digests is not None,
-                cancel,
-                progress,
-            )
-            _raise_for(outcome, code, chunk_index, offset_bytes, done_bytes, path, chunks)
-        direct_bytes, reread_chunks, read_s, verify_s = numbers
-        return ReadReport(
-            size_bytes=size_bytes,
-            seconds=time.monotonic() - start,
-            direct_bytes=direct_bytes,
-            reread_chunks=reread_chunks,
-            read_s=read_s,
-            verify_s=verify_s,
-        )
-
 
 def read_private(reader: Reader, path: Path, part: IndexPartition, chunk_size_bytes: int) -> Mapping:
     """Reads a partition, verified, into new private memory."""
     mapping: Mapping = require_native().Mapping.anonymous(max(part.padded_bytes, PADDING_BYTES))
     mapping.advise_huge_pages()
     chunks = plan_chunks(part.padded_bytes, chunk_size_bytes)
-    reader._read(
-        mapping, [chunk.offset_bytes for chunk in chunks], chunks, path, part.digests, None, None, None
-    )
+    orders = order_chunks(chunks, [chunk.offset_bytes for chunk in chunks], part.digests or None)
+    reader.run(mapping, [path], orders, is_verified=bool(part.digests))
     return mapping
 
 
@@ -184,34 +235,50 @@ def _opened_direct(path: Path) -> Iterator[int]:
 def _choose(descriptor: int, chunks: Sequence[ChunkRead]) -> Sequence[bool]:
     """One question for the whole file answers the two usual cases, all cached and nothing cached."""
     resident_bytes = require_native().resident_bytes
-    size_bytes = sum(chunk.size_bytes for chunk in chunks)
-    if size_bytes == 0:
+    if not chunks:
         return []
-    total = resident_bytes(descriptor, 0, size_bytes)
+    start = min(chunk.offset_bytes for chunk in chunks)
+    size_bytes = max(chunk.offset_bytes + chunk.size_bytes for chunk in chunks) - start
+    total = resident_bytes(descriptor, start, size_bytes)
     if total == 0 or total == size_bytes:
         return [total == 0] * len(chunks)
     return choose_direct([resident_bytes(descriptor, c.offset_bytes, c.size_bytes) for c in chunks], chunks)
 
 
-def _check_size(path: Path, descriptor: int, size_bytes: int) -> None:
-    actual_bytes = os.fstat(descriptor).st_size
-    if actual_bytes < size_bytes:
-        raise TruncatedCheckpoint(path, expected_bytes=size_bytes, actual_bytes=actual_bytes)
+def _choose_all(files: Sequence[tuple[int, int]], orders: Sequence[ReadOrder]) -> list[bool]:
+    chosen = [False] * len(orders)
+    for number, (descriptor, _) in enumerate(files):
+        rows = [row for row, order in enumerate(orders) if order.file == number and not order.is_resident]
+        for row, choice in zip(rows, _choose(descriptor, [orders[row].chunk for row in rows]), strict=True):
+            chosen[row] = choice
+    return chosen
+
+
+def _check_sizes(paths: Sequence[Path], descriptors: Sequence[int], orders: Sequence[ReadOrder]) -> None:
+    ends = [0] * len(paths)
+    for order in orders:
+        ends[order.file] = max(ends[order.file], order.chunk.offset_bytes + order.chunk.size_bytes)
+    for path, descriptor, end in zip(paths, descriptors, ends, strict=True):
+        actual_bytes = os.fstat(descriptor).st_size
+        if actual_bytes < end:
+            raise TruncatedCheckpoint(path, expected_bytes=end, actual_bytes=actual_bytes)
 
 
 def _raise_for(
     outcome: str,
     code: int,
-    chunk_index: int,
+    order_index: int,
     offset_bytes: int,
     done_bytes: int,
-    path: Path,
-    chunks: Sequence[ChunkRead],
+    paths: Sequence[Path],
+    orders: Sequence[ReadOrder],
 ) -> None:
     """The typed error of an outcome of the native reader."""
+    if outcome == "done":
+        return
+    order = orders[order_index]
+    path = paths[order.file]
     match outcome:
-        case "done":
-            return
         case "cancelled":
             raise Cancelled(path, done_bytes=done_bytes)
         case "corrupt":
@@ -219,10 +286,10 @@ def _raise_for(
                 path,
                 "the bytes do not match their digest",
                 offset_bytes=offset_bytes,
-                chunk_index=chunk_index,
+                chunk_index=order.chunk_index,
             )
         case "truncated":
-            end = chunks[chunk_index].offset_bytes + chunks[chunk_index].size_bytes
+            end = order.chunk.offset_bytes + order.chunk.size_bytes
             raise TruncatedCheckpoint(path, expected_bytes=end, actual_bytes=offset_bytes)
         case _:
             raise OSError(code, f"{os.strerror(code)} (at offset {offset_bytes})", os.fspath(path))

@@ -1,5 +1,6 @@
 #include "native/digest.hpp"
 
+#include <cassert>
 #include <new>
 
 #if !__has_include(<xxhash.h>)
@@ -8,29 +9,36 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace ckptio {
+#define CKPTIO_DIGEST_CODE kDigestBaseline
+#include "native/digest_code.inc"
 
-static_assert(sizeof(XXH3_state_t) <= sizeof(Digest));
-static_assert(alignof(XXH3_state_t) <= alignof(Digest));
+namespace ckptio {
 
 namespace {
 
-XXH3_state_t* as_state(std::byte* bytes) noexcept { return reinterpret_cast<XXH3_state_t*>(bytes); }
-const XXH3_state_t* as_state(const std::byte* bytes) noexcept {
-    return reinterpret_cast<const XXH3_state_t*>(bytes);
+const DigestCode& choose() noexcept {
+#if defined(__x86_64__)
+    if (kDigestAvx2 != nullptr && __builtin_cpu_supports("avx2")) return *kDigestAvx2;
+#endif
+    return kDigestBaseline;
+}
+
+const DigestCode& code() noexcept {
+    static const DigestCode& chosen = choose();
+    return chosen;
 }
 
 }  // namespace
 
 Digest::Digest() noexcept : state_{} {
-    ::new (state_.data()) XXH3_state_t;
-    XXH3_64bits_reset(as_state(state_.data()));
+    assert(code().state_bytes <= sizeof(state_) && code().state_alignment <= alignof(Digest));
+    code().reset(state_.data());
 }
 
 void Digest::update(const std::byte* data, std::uint64_t size_bytes) noexcept {
-    XXH3_64bits_update(as_state(state_.data()), data, size_bytes);
+    code().update(state_.data(), data, size_bytes);
 }
 
-std::uint64_t Digest::value() const noexcept { return XXH3_64bits_digest(as_state(state_.data())); }
+std::uint64_t Digest::value() const noexcept { return code().value(state_.data()); }
 
 }  // namespace ckptio

@@ -1,4 +1,4 @@
-// XXH3-64 of a stream of bytes.
+// XXH3-64 of a stream of bytes, with the widest vectors that the processor has.
 #pragma once
 
 #include <array>
@@ -14,8 +14,21 @@ class Digest {
     std::uint64_t value() const noexcept;
 
   private:
-    // The state of xxhash, opaque here so that its header is seen by one source file only.
+    // The state of xxhash, opaque here so that its header is seen by the two sources that compute only.
     alignas(64) std::array<std::byte, 576> state_;
 };
+
+// One compilation of the algorithm; `state` is the array above.
+struct DigestCode {
+    void (*reset)(void* state) noexcept;
+    void (*update)(void* state, const void* data, std::size_t size_bytes) noexcept;
+    std::uint64_t (*value)(const void* state) noexcept;
+    std::size_t state_bytes;
+    std::size_t state_alignment;
+};
+
+extern const DigestCode kDigestBaseline;
+// The same for AVX2, where this build has it; only to be called where the processor has it too.
+extern const DigestCode* const kDigestAvx2;
 
 }  // namespace ckptio

@@ -1,14 +1,15 @@
 #include "native/reader.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 #include "native/digest.hpp"
+#include "native/errors.hpp"
+#include "native/faults.hpp"
 
 namespace ckptio {
 
@@ -20,6 +21,9 @@ using Clock = std::chrono::steady_clock;
 // cache.
 constexpr std::uint64_t kBufferedStepBytes = 1024 * 1024;
 
+// Half of what a core's second-level cache usually holds, for the same reason.
+constexpr std::uint64_t kCopyStepBytes = 256 * 1024;
+
 double seconds_since(Clock::time_point start) noexcept {
     return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -30,16 +34,29 @@ std::uint64_t round_up(std::uint64_t value) noexcept {
 
 }  // namespace
 
-// What one pass over a chunk gave.
+// What handling a chunk gave.
 struct ReadJob::Attempt {
     Outcome outcome = Outcome::done;
     int error = 0;
+    bool is_reread = false;
     std::uint64_t done_bytes = 0;
     std::uint64_t direct_bytes = 0;
-    std::uint64_t digest = 0;
     double read_s = 0;
     double verify_s = 0;
 };
+
+std::byte* BounceBuffer::data() noexcept {
+    if (region_.data() == nullptr) {
+        try {
+            region_ = Region::anonymous(kSizeBytes);
+            region_.advise_huge_pages();
+            region_.prefault(1);
+        } catch (const SystemError&) {
+            region_ = Region();
+        }
+    }
+    return region_.data();
+}
 
 bool ReadJob::wait(std::uint64_t seen_bytes, int timeout_ms) {
     std::unique_lock lock(mutex_);
@@ -56,7 +73,8 @@ ReadResult ReadJob::result() const {
 }
 
 bool ReadJob::is_stopping() const noexcept {
-    return is_cancelled_ || (request_.cancel != nullptr && *request_.cancel);
+    return is_cancelled_ || (request_.cancel != nullptr && *request_.cancel) ||
+           (request_.sink != nullptr && request_.sink->has_failed());
 }
 
 bool ReadJob::take(std::size_t& chunk_index) {
@@ -76,86 +94,147 @@ bool ReadJob::take(std::size_t& chunk_index) {
     return true;
 }
 
-void ReadJob::run(std::size_t chunk_index) noexcept {
-    const ChunkRead& chunk = request_.chunks[chunk_index];
-    Attempt attempt = read(chunk, chunk.is_direct);
-    bool is_reread = false;
-    if (attempt.outcome == Outcome::corrupt) {
-        // Once more, past the page cache where possible: the bad copy may be there, or in the transfer.
-        is_reread = true;
-        const Attempt first = attempt;
-        attempt = read(chunk, true);
-        attempt.read_s += first.read_s;
-        attempt.verify_s += first.verify_s;
-    }
-    finish(chunk_index, chunk.size_bytes, attempt, is_reread);
+void ReadJob::run(std::size_t chunk_index, BounceBuffer& bounce) noexcept {
+    finish(chunk_index, handle(chunk_index, bounce));
 }
 
-ReadJob::Attempt ReadJob::read(const ChunkRead& chunk, bool is_direct) noexcept {
+ReadJob::Attempt ReadJob::handle(std::size_t chunk_index, BounceBuffer& bounce) noexcept {
+    const ChunkRead& chunk = request_.chunks[chunk_index];
     Attempt attempt;
-    Digest digest;
-    bool uses_direct = is_direct && request_.direct_descriptor >= 0 && has_direct_;
-    std::uint64_t& done = attempt.done_bytes;
-    while (done < chunk.size_bytes) {
-        if (is_stopping()) {
-            attempt.outcome = Outcome::cancelled;
-            return attempt;
-        }
-        // Direct reads are for whole blocks: the last one asks for more than the file has, and gets what
-        // there is.
-        const std::uint64_t wanted = uses_direct ? round_up(chunk.size_bytes) - done
-                                                 : std::min(chunk.size_bytes - done, kBufferedStepBytes);
-        const int descriptor = uses_direct ? request_.direct_descriptor : request_.buffered_descriptor;
-        const auto read_start = Clock::now();
-        const ssize_t count =
-            ::pread(descriptor, chunk.target + done, wanted, static_cast<off_t>(chunk.offset_bytes + done));
-        const int error = errno;
-        attempt.read_s += seconds_since(read_start);
-        if (count < 0) {
-            if (error == EINTR) continue;
-            if (error == EINVAL && uses_direct) {
-                uses_direct = has_direct_ = false;
-                continue;
-            }
-            attempt.outcome = Outcome::failed;
-            attempt.error = error;
-            return attempt;
-        }
-        if (count == 0) {
-            attempt.outcome = Outcome::truncated;
-            return attempt;
-        }
-        const std::uint64_t fresh = std::min(static_cast<std::uint64_t>(count), chunk.size_bytes - done);
-        if (uses_direct) {
-            attempt.direct_bytes += fresh;
-            // A short read may end inside a block, from where a direct read cannot go on.
-            if (fresh % kDirectAlignmentBytes != 0) uses_direct = false;
-        }
-        if (request_.is_verified) {
-            const auto verify_start = Clock::now();
-            digest.update(chunk.target + done, fresh);
-            attempt.verify_s += seconds_since(verify_start);
-        }
-        done += fresh;
+    std::byte* target = chunk.target;
+    if (target == nullptr) target = request_.sink->acquire([this] { return is_stopping(); });
+    if (target == nullptr) {
+        attempt.outcome = Outcome::cancelled;
+        return attempt;
     }
-    if (request_.is_verified && digest.value() != chunk.digest) attempt.outcome = Outcome::corrupt;
+    if (!chunk.is_resident) {
+        attempt = read(chunk, target, chunk.is_direct, bounce);
+        if (attempt.outcome == Outcome::corrupt) {
+            // Once more, past the page cache where possible: the bad copy may be there, or in the transfer.
+            const Attempt first = attempt;
+            attempt = read(chunk, target, true, bounce);
+            attempt.is_reread = true;
+            attempt.read_s += first.read_s;
+            attempt.verify_s += first.verify_s;
+        }
+    }
+    if (attempt.outcome == Outcome::done && request_.sink != nullptr) {
+        request_.sink->deliver(chunk_index, target);
+    }
     return attempt;
 }
 
-void ReadJob::finish(std::size_t chunk_index, std::uint64_t size_bytes, const Attempt& attempt,
-                     bool is_reread) {
+// One pass over a chunk: a loop of reads, each followed by the digest of what it gave.
+class ReadJob::Pass {
+  public:
+    Pass(ReadJob& job, const ChunkRead& chunk, std::byte* target, bool is_direct,
+         BounceBuffer& bounce) noexcept
+        : job_(job), file_(job.request_.files[chunk.file]), chunk_(chunk), target_(target) {
+        uses_direct_ = is_direct && file_.direct_descriptor >= 0 && job.has_direct_;
+        if (uses_direct_ && job.request_.is_bounced) bounce_ = bounce.data();
+    }
+
+    Attempt run() noexcept {
+        while (attempt_.done_bytes < chunk_.size_bytes) {
+            if (job_.is_stopping()) return ended(Outcome::cancelled);
+            const ssize_t count = read_some();
+            if (count < 0) {
+                if (attempt_.error == EINTR) continue;
+                if (attempt_.error == EINVAL && uses_direct_) {
+                    uses_direct_ = job_.has_direct_ = false;
+                    continue;
+                }
+                return ended(Outcome::failed);
+            }
+            if (count == 0) return ended(Outcome::truncated);
+            accept(std::min(static_cast<std::uint64_t>(count), chunk_.size_bytes - attempt_.done_bytes));
+        }
+        const bool is_good = !job_.request_.is_verified || digest_.value() == chunk_.digest;
+        return ended(is_good ? Outcome::done : Outcome::corrupt);
+    }
+
+  private:
+    ssize_t read_some() noexcept {
+        // Direct reads are for whole blocks: the last one asks for more than the file has, and gets what
+        // there is.
+        std::uint64_t wanted = uses_direct_
+                                   ? round_up(chunk_.size_bytes) - attempt_.done_bytes
+                                   : std::min(chunk_.size_bytes - attempt_.done_bytes, kBufferedStepBytes);
+        std::byte* to = target_ + attempt_.done_bytes;
+        if (uses_direct_ && bounce_ != nullptr) {
+            wanted = std::min(wanted, BounceBuffer::kSizeBytes);
+            to = bounce_;
+        }
+        const auto start = Clock::now();
+        const ssize_t count = read_at(uses_direct_ ? file_.direct_descriptor : file_.buffered_descriptor, to,
+                                      wanted, chunk_.offset_bytes + attempt_.done_bytes);
+        attempt_.error = count < 0 ? errno : 0;
+        attempt_.read_s += seconds_since(start);
+        return count;
+    }
+
+    void accept(std::uint64_t size_bytes) noexcept {
+        std::byte* to = target_ + attempt_.done_bytes;
+        if (!uses_direct_ || bounce_ == nullptr) {
+            digest(to, size_bytes);
+        } else {
+            // In steps that stay in the cache between the copy and the digest.
+            for (std::uint64_t done = 0; done < size_bytes; done += kCopyStepBytes) {
+                const std::uint64_t step = std::min(kCopyStepBytes, size_bytes - done);
+                const auto start = Clock::now();
+                std::memcpy(to + done, bounce_ + done, step);
+                attempt_.read_s += seconds_since(start);
+                digest(bounce_ + done, step);
+            }
+        }
+        attempt_.done_bytes += size_bytes;
+        if (!uses_direct_) return;
+        attempt_.direct_bytes += size_bytes;
+        // A short read may end inside a block, from where a direct read cannot go on.
+        if (size_bytes % kDirectAlignmentBytes != 0) uses_direct_ = false;
+    }
+
+    void digest(const std::byte* data, std::uint64_t size_bytes) noexcept {
+        if (!job_.request_.is_verified) return;
+        const auto start = Clock::now();
+        digest_.update(data, size_bytes);
+        attempt_.verify_s += seconds_since(start);
+    }
+
+    Attempt ended(Outcome outcome) noexcept {
+        attempt_.outcome = outcome;
+        return attempt_;
+    }
+
+    ReadJob& job_;
+    const ReadFile& file_;
+    const ChunkRead& chunk_;
+    std::byte* const target_;
+    std::byte* bounce_ = nullptr;
+    bool uses_direct_;
+    Digest digest_;
+    Attempt attempt_;
+};
+
+ReadJob::Attempt ReadJob::read(const ChunkRead& chunk, std::byte* target, bool is_direct,
+                               BounceBuffer& bounce) noexcept {
+    return Pass(*this, chunk, target, is_direct, bounce).run();
+}
+
+void ReadJob::finish(std::size_t chunk_index, const Attempt& attempt) {
+    const ChunkRead& chunk = request_.chunks[chunk_index];
     const std::lock_guard lock(mutex_);
     result_.read_s += attempt.read_s;
     result_.verify_s += attempt.verify_s;
     result_.direct_bytes += attempt.direct_bytes;
-    result_.reread_chunks += is_reread ? 1 : 0;
+    result_.reread_chunks += attempt.is_reread ? 1 : 0;
     if (attempt.outcome == Outcome::done) {
-        done_bytes_ += size_bytes;
+        done_bytes_ += chunk.size_bytes;
     } else if (result_.outcome == Outcome::done) {
         result_.outcome = attempt.outcome;
         result_.error = attempt.error;
         result_.chunk_index = chunk_index;
-        result_.offset_bytes = request_.chunks[chunk_index].offset_bytes;
+        result_.offset_bytes = chunk.offset_bytes;
         if (attempt.outcome == Outcome::truncated) result_.offset_bytes += attempt.done_bytes;
     }
     --running_;
@@ -197,6 +276,7 @@ std::shared_ptr<ReadJob> ReaderThreads::submit(ReadRequest request) {
 }
 
 void ReaderThreads::serve() {
+    BounceBuffer bounce;
     std::unique_lock lock(mutex_);
     for (;;) {
         wake_.wait(lock, [this] { return is_closing_ || !jobs_.empty(); });
@@ -208,7 +288,7 @@ void ReaderThreads::serve() {
             continue;
         }
         lock.unlock();
-        job->run(chunk_index);
+        job->run(chunk_index, bounce);
         lock.lock();
     }
 }

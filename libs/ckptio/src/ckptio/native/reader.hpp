@@ -6,33 +6,60 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "native/region.hpp"
 
 namespace ckptio {
 
 // Set once, read by everybody; shared by the caller and its jobs.
 using CancelFlag = std::atomic<bool>;
 
-// `target` is aligned for direct I/O and has room for `size_bytes` rounded up to kDirectAlignmentBytes.
+inline constexpr std::uint64_t kDirectAlignmentBytes = 4096;
+
+// `target` is aligned for direct I/O and has room for `size_bytes` rounded up to kDirectAlignmentBytes. It
+// may be null where the request has a sink: the sink then gives the place.
 struct ChunkRead {
     std::byte* target;
+    std::uint64_t file;  // number of the file in the request
     std::uint64_t offset_bytes;
     std::uint64_t size_bytes;
     std::uint64_t digest;
     bool is_direct;
+    bool is_resident;  // the bytes are at `target` already, and only go on to the sink
 };
 
-inline constexpr std::uint64_t kDirectAlignmentBytes = 4096;
-
-struct ReadRequest {
+struct ReadFile {
     int buffered_descriptor;
     int direct_descriptor;  // -1 where the file system has no direct I/O
+};
+
+// The next tier: takes chunks as they arrive. Called by several reader threads at once.
+class ChunkSink {
+  public:
+    virtual ~ChunkSink() = default;
+    // Where to read a chunk to; waits for a place, and gives null when `is_stopping` or nothing more can be
+    // taken.
+    virtual std::byte* acquire(const std::function<bool()>& is_stopping) = 0;
+    // The verified bytes of a chunk. A place that was acquired belongs to the sink again.
+    virtual void deliver(std::size_t chunk_index, std::byte* data) noexcept = 0;
+    // Whether there is no use in reading on.
+    virtual bool has_failed() const noexcept = 0;
+};
+
+struct ReadRequest {
+    std::vector<ReadFile> files;
     bool is_verified;
+    // The target consists of small pages: direct reads go through a buffer of huge ones, since the kernel
+    // would cut them into requests of as many pages as the device takes segments.
+    bool is_bounced;
     std::vector<ChunkRead> chunks;
     std::shared_ptr<CancelFlag> cancel;  // may be empty
+    std::shared_ptr<ChunkSink> sink;     // may be empty
 };
 
 enum class Outcome : int { done, cancelled, failed, truncated, corrupt };
@@ -48,6 +75,17 @@ struct ReadResult {
     double verify_s = 0;              // summed over threads
 };
 
+// Huge pages for one thread's direct reads, made when they are first needed.
+class BounceBuffer {
+  public:
+    static constexpr std::uint64_t kSizeBytes = 4 * 1024 * 1024;
+    // Null where there is no memory for it.
+    std::byte* data() noexcept;
+
+  private:
+    Region region_;
+};
+
 // One request on its way. Threads take chunks from it in order; the first failure stops the rest.
 class ReadJob {
   public:
@@ -61,16 +99,19 @@ class ReadJob {
     // Only after the job has ended.
     ReadResult result() const;
 
-    // For reader threads: the next chunk to handle, or false when there is none; and the handling of one.
+    // For reader threads: the next chunk to handle, or false when there is none; and the handling of one,
+    // with a buffer that the thread owns.
     bool take(std::size_t& chunk_index);
-    void run(std::size_t chunk_index) noexcept;
+    void run(std::size_t chunk_index, BounceBuffer& bounce) noexcept;
 
   private:
     struct Attempt;
+    class Pass;
 
     bool is_stopping() const noexcept;
-    Attempt read(const ChunkRead& chunk, bool is_direct) noexcept;
-    void finish(std::size_t chunk_index, std::uint64_t size_bytes, const Attempt& attempt, bool is_reread);
+    Attempt handle(std::size_t chunk_index, BounceBuffer& bounce) noexcept;
+    Attempt read(const ChunkRead& chunk, std::byte* target, bool is_direct, BounceBuffer& bounce) noexcept;
+    void finish(std::size_t chunk_index, const Attempt& attempt);
 
     const ReadRequest request_;
     std::atomic<bool> is_cancelled_{false};

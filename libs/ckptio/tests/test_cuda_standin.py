@@ -1,4 +1,4 @@
-"""The GPU checks of tests/gpu, against a CUDA runtime that lives in host memory, in a process of their own."""
+"""The GPU checks of tests/gpu, against a CUDA runtime in host memory, in a process of their own."""
 
 from __future__ import annotations
 

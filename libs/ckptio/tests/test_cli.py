@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ckptio import faults
 from ckptio.cli import main
 
 
@@ -29,6 +31,42 @@ def test_a_model_goes_through_every_command(
     assert "t.0  uint8 [100, 3]" in text
     assert main(["inspect", path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensor_count"] == 2
+
+
+def test_a_dry_run_says_what_would_be_and_writes_nothing(
+    tmp_path: Path, write_model: Callable, some_tensors: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_model(tmp_path / "model", some_tensors((100, 3), (7,)))
+    (source / "model.gguf").write_text("other")
+    command = ["convert", str(source), str(tmp_path / "c"), "--dry-run", "--gpus", "2"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    for line in ("2 tensors, 307 bytes", "GPU 0         1 tensors, 300", "GPU 1         1 tensors, 7 bytes"):
+        assert line in text
+    for line in (
+        "copied        tokenizer.json",
+        "warning       model.gguf: other weights",
+        " bytes needed, ",
+    ):
+        assert line in text
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_interrupted_convert_command_is_resumed_unless_told_otherwise(
+    tmp_path: Path,
+    write_model: Callable,
+    some_tensors: Callable,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """F7: on by default in the command."""
+    source = write_model(tmp_path / "model", some_tensors(*[(9 << 20,)] * 4))
+    for options, leftovers in (([], 1), (["--no-resume"], 0)):
+        with faults.injected(write_error=errno.EIO, write_after_bytes=33 << 20):
+            assert main(["convert", str(source), str(tmp_path / "c"), *options]) == 1
+        assert "partition_0.bin" in capsys.readouterr().err
+        assert len(list(tmp_path.glob(".c.ckptio-tmp-*"))) == leftovers
+    assert main(["convert", str(source), str(tmp_path / "c")]) == 0
+    assert main(["verify", str(tmp_path / "c")]) == 0
 
 
 def test_errors_are_one_line_and_status_1(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptio
+from ckptio.convert import plan_conversion
 
 SHAPES = [(700, 3), (4096,), (1,), (0, 5), (), (511,), (20000,)]
 
@@ -137,6 +138,59 @@ def test_a_missing_shard_is_named_before_anything_is_written(
         assert caught.value.path == source / "model-00002-of-00003.safetensors"
         assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
         (source / "model.safetensors.index.json").unlink(missing_ok=True)  # then the names alone tell
+
+
+def test_all_missing_shards_are_named_at_once(
+    tmp_path: Path, write_model: Callable, some_tensors: Callable
+) -> None:
+    source = write_model(tmp_path / "model", some_tensors(*SHAPES), shards=5)
+    names = [f"model-0000{number}-of-00005.safetensors" for number in (1, 3, 5)]
+    for name in names:
+        (source / name).unlink()
+    for _ in range(2):
+        with pytest.raises(ckptio.MissingFile, match=r"00001-of.*00003-of.*00005-of.*fetch them") as caught:
+            ckptio.convert(source, tmp_path / "out")
+        assert [caught.value.path, *caught.value.also] == [source / name for name in names]
+        (source / "model.safetensors.index.json").unlink(missing_ok=True)
+
+
+def test_a_plan_says_what_the_conversion_then_does(
+    tmp_path: Path, write_model: Callable, some_tensors: Callable
+) -> None:
+    """F1: a dry run reads headers, and writes nothing."""
+    source = write_model(tmp_path / "model", some_tensors(*SHAPES), shards=3)
+    for name in ("stray.safetensors", "pytorch_model.bin"):
+        (source / name).write_text("no")
+    before = sorted(tmp_path.rglob("*"))
+    plan = plan_conversion(source, tmp_path / "deep" / "out", partitioning=2)
+    assert sorted(tmp_path.rglob("*")) == before
+    manifest = ckptio.convert(source, tmp_path / "deep" / "out", partitioning=2)
+    index = ckptio.read_index(tmp_path / "deep" / "out")
+    assert {(t.name, t.partition, t.dtype, t.shape, t.size_bytes) for t in plan.tensors} == {
+        (e.name, e.partition, e.dtype, e.shape, e.size_bytes) for e in index.values()
+    }
+    assert plan.partition_bytes == tuple(part.size_bytes for part in manifest.partitions)
+    assert plan.files == tuple(file.name for file in manifest.files)
+    assert plan.architecture == manifest.architecture == "LlamaForCausalLM"
+    assert plan.source_kind == "safetensors"
+    assert list(plan.weights) == sorted(source.glob("model-*.safetensors"))
+    written_bytes = sum(p.stat().st_size for p in (tmp_path / "deep" / "out").rglob("*") if p.is_file())
+    assert written_bytes < plan.required_bytes < (plan.available_bytes or 0)
+    assert [warning.partition(":")[0] for warning in plan.warnings] == [
+        "pytorch_model.bin",
+        "stray.safetensors",
+    ]
+
+
+def test_a_plan_warns_of_what_would_stop_the_conversion(
+    tmp_path: Path, write_stock: Callable, some_tensors: Callable, a_checkpoint: Callable
+) -> None:
+    tied = {"format": "pt", "lm_head.weight": "embed.0"}
+    path = write_stock(tmp_path / "tied.safetensors", some_tensors((9, 9), prefix="embed"), tied)
+    plan = plan_conversion(path, a_checkpoint())
+    assert plan.ties == (("embed.0", "lm_head.weight"),)
+    assert ["exists" in warning for warning in plan.warnings] == [True]
+    assert plan_conversion(path).available_bytes is None
 
 
 @pytest.mark.parametrize(

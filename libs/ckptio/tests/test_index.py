@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ckptio
 from ckptio.dtypes import DTYPES
-from ckptio.index import Index, make_index
+from ckptio.index import Index, Slice, make_index
 from ckptio.index_codec import decode, encode
 from ckptio.plan import Extent, Member, chunk_count, plan_layout, size_of
 
@@ -150,12 +150,110 @@ def test_an_index_that_breaks_a_rule_is_refused(columns: dict[str, Any], reason:
     assert caught.value.path == Path("somewhere/index.msgpack")
 
 
-@pytest.mark.parametrize(
-    "columns", [{"version": 2}, {"format": "other"}, {"slices": [[0, 0, 0, 8]]}], ids=lambda c: next(iter(c))
-)
+@pytest.mark.parametrize("columns", [{"version": 2}, {"format": "other"}], ids=lambda c: next(iter(c)))
 def test_an_index_of_another_kind_is_unsupported_not_corrupt(columns: dict[str, Any]) -> None:
     with pytest.raises(ckptio.UnsupportedFormat):
         decode(changed(**columns), "index")
+
+
+def a_divided_index() -> Index:
+    """Over two GPUs: "q" (4 x 6) along dimension 0, "o" (4 x 6) along 1 as 4 and 2, "n" copied, "w" whole."""
+    extents, slices = [alone(a_tensor("w", 3))], {}
+    for gpu, columns in ((0, 4), (1, 2)):
+        for whole, member, dimension, start, shape in (
+            ("n", a_tensor(f"n#{gpu}", 5), None, 0, (5,)),
+            ("o", a_tensor(f"o#{gpu}", 4, columns), 1, 4 * gpu, (4, 6)),
+            ("q", a_tensor(f"q#{gpu}", 2, 6), 0, 2 * gpu, (4, 6)),
+        ):
+            extents.append(alone(member))
+            slices[member.name] = Slice(whole=whole, dimension=dimension, start=start, shape=shape)
+    layouts = plan_layout(extents, lambda name: int(name[-1] == "1"))
+    digests = [list(range(chunk_count(layout.padded_bytes, CHUNK_BYTES))) for layout in layouts]
+    return make_index(
+        extents, layouts, digests, chunk_size_bytes=CHUNK_BYTES, metadata={"format": "pt"}, slices=slices
+    )
+
+
+def test_parts_and_copies_of_tensors_survive_the_bytes_of_an_index() -> None:
+    """F3: the GPU in the index, also of a tensor that several GPUs share."""
+    index = a_divided_index()
+    assert decode(encode(index), "index") == index
+    assert index.tensor_count == 4
+    assert index.parameter_count == 3 + 5 + 24 + 24
+    assert {name: entry.name for name, entry in index.of_gpu(1).items()} == {
+        "n": "n#1",
+        "o": "o#1",
+        "q": "q#1",
+    }
+    assert index.of_gpu(0)["w"].name == "w"
+    assert {name: len(rows) for name, rows in index.rows_of_wholes().items()} == dict(w=1, n=2, o=2, q=2)
+    with pytest.raises(ValueError, match="GPU 2"):
+        index.of_gpu(2)
+
+
+def test_an_index_without_slices_has_the_bytes_it_always_had() -> None:
+    """F7: version 1 stays version 1, also for readers that know no slices."""
+    assert msgpack.unpackb(encode(a_small_index()))["slices"] == []
+
+
+# Rows: w, n#0, o#0, q#0 in partition 0; n#1, o#1, q#1 in partition 1.
+@pytest.mark.parametrize(
+    ("row", "fields", "reason"),
+    [
+        (2, ["o", 1, 1, [4, 6]], "starts at 1, the part before it ends at 0"),
+        (5, ["o", 1, 5, [4, 6]], "starts at 5, the part before it ends at 4"),
+        (5, ["o", 1, 3, [4, 6]], "starts at 3, the part before it ends at 4"),
+        (5, ["o", 0, 4, [4, 6]], "differs from the other parts"),
+        (5, ["o", 1, 4, [4, 7]], "differs from the other parts"),
+        (2, ["p", 1, 0, [4, 6]], "has another name"),
+        (5, ["n", 1, 4, [4, 6]], "o#1: a part of 'n' in partition 1 has another name"),
+        (5, ["w", 1, 4, [4, 6]], "also split"),
+        (5, ["", 1, 4, [4, 6]], "has a zero character"),
+        (5, ["o", 64, 4, [4, 6]], "is not a number"),
+        (5, ["o", -1, 4, [4, 6]], "is not a number"),
+        (5, ["o", 1, 2**64 - 1, [4, 6]], "is not a number"),
+        (5, ["o", 1, 4, [4]], "differs from the other parts"),
+        (5, ["o", 1, 4, 6], "has no name or shape"),
+        (5, [7, 1, 4, [4, 6]], "has no name or shape"),
+        (5, ["o", 1, 4], "missing 1 required"),
+        (9, ["o", 1, 4, [4, 6]], "is not a number"),
+        (1, ["n", None, 1, [5]], "starts at 1"),
+        (1, ["n", None, 0, [6]], "copy has shape"),
+    ],
+)
+def test_slices_that_do_not_tile_their_tensor_are_refused(row: int, fields: list[Any], reason: str) -> None:
+    """F7: no gap, no overlap, and every part is of the tensor that it says."""
+    table = msgpack.unpackb(encode(a_divided_index()))
+    slices = {entry[0]: entry for entry in table["slices"]} | {row: [row, *fields]}
+    with pytest.raises(ckptio.CorruptCheckpoint, match=reason):
+        decode(msgpack.packb(table | {"slices": list(slices.values())}), "index")
+
+
+def test_a_tensor_with_a_part_missing_is_refused() -> None:
+    index = a_divided_index()
+    table = msgpack.unpackb(encode(index))
+    without = [entry for entry in table["slices"] if entry[0] != 5]
+    with pytest.raises(ckptio.CorruptCheckpoint, match=r"o: its parts have 4 of 6 elements"):
+        decode(msgpack.packb(table | {"slices": without}), "index")
+    twice = [*table["slices"], table["slices"][0]]
+    with pytest.raises(ckptio.CorruptCheckpoint, match="two slices"):
+        decode(msgpack.packb(table | {"slices": twice}), "index")
+    all_in_one = [[row, "o", 7, 0, [4, 6]] for row in (2, 5)]
+    with pytest.raises(ckptio.CorruptCheckpoint, match="dimension 7"):
+        decode(msgpack.packb(table | {"slices": all_in_one}), "index")
+
+
+@given(st.data())
+def test_no_damage_of_slices_escapes_as_another_error(data: st.DataObject) -> None:
+    table = msgpack.unpackb(encode(a_divided_index()))
+    anything = st.none() | st.integers(-1, 2**64 - 1) | st.text(max_size=3) | st.lists(st.integers(0, 9))
+    for _ in range(data.draw(st.integers(1, 3))):
+        entry = data.draw(st.sampled_from(table["slices"]))
+        entry[data.draw(st.integers(0, 4))] = data.draw(anything)
+    try:
+        decode(msgpack.packb(table), "index")
+    except ckptio.CorruptCheckpoint as error:
+        assert error.path == Path("index")  # noqa: PT017
 
 
 def test_a_group_of_aliases_stays_in_one_partition() -> None:

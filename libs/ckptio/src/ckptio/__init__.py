@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ckptio.checkpoint import read_index, read_manifest, verify
-from ckptio.convert import convert
+from ckptio.convert import ConversionPlan, convert, plan_conversion
 from ckptio.devices import CudaStatus, DeviceBuffer, cuda_status
 from ckptio.errors import (
     Cancelled,
@@ -26,7 +26,7 @@ from ckptio.errors import (
     UnsupportedFormat,
 )
 from ckptio.export import export
-from ckptio.index import Index, IndexPartition, TensorEntry
+from ckptio.index import Index, IndexPartition, Slice, TensorEntry
 from ckptio.layout import Layout, read_layout
 from ckptio.load_plan import Factors, LoadReport, TierReport
 from ckptio.loaded import Loaded
@@ -34,6 +34,7 @@ from ckptio.loader import Loader
 from ckptio.manifest import FileInfo, Manifest, PartitionInfo, Source
 from ckptio.mapping import map_chunks
 from ckptio.native import NativeStatus, native_status
+from ckptio.partitioning import Partitioning, balanced, by_device_map, by_tensor_parallel
 from ckptio.plan import CHUNK_SIZE_BYTES
 from ckptio.pool import ChunkPool, PoolReport
 from ckptio.reader import Reader, ReadReport
@@ -54,6 +55,7 @@ __all__ = [
     "ChunkPool",
     "CkptioError",
     "ConversionInProgress",
+    "ConversionPlan",
     "CorruptCheckpoint",
     "CudaStatus",
     "DeviceBuffer",
@@ -73,22 +75,28 @@ __all__ = [
     "NativeMissing",
     "NativeStatus",
     "PartitionInfo",
+    "Partitioning",
     "PoolExhausted",
     "PoolReport",
     "Progress",
     "ReadReport",
     "Reader",
+    "Slice",
     "Source",
     "TensorEntry",
     "TierReport",
     "TruncatedCheckpoint",
     "UnsupportedFormat",
+    "balanced",
+    "by_device_map",
+    "by_tensor_parallel",
     "convert",
     "cuda_status",
     "export",
     "load",
     "map_chunks",
     "native_status",
+    "plan_conversion",
     "read_index",
     "read_layout",
     "read_manifest",

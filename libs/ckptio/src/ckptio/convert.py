@@ -1,20 +1,20 @@
-"""Conversion of a published safetensors checkpoint, once, when a model is registered (F1)."""
+"""Conversion of a published checkpoint, once, when a model is registered (F1), and the plan of one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptio.errors import PathLike
-from ckptio.files import naming, opened, read_exactly
-from ckptio.manifest import MANIFEST_FILE, Manifest, Source
-from ckptio.plan import CHUNK_SIZE_BYTES, Extent, Member, load_order
-from ckptio.publish import LOCK_WAIT_S, publishing
-from ckptio.source import ShardTensor, StockSource, open_source
-from ckptio.writer import Content, Progress, write_checkpoint
+from ckptio.inputs import Input, opened_input
+from ckptio.manifest import MANIFEST_FILE, Manifest
+from ckptio.partitioning import Partitioning
+from ckptio.plan import CHUNK_SIZE_BYTES
+from ckptio.publish import LOCK_WAIT_S, SPACE_MARGIN_BYTES, publishing
+from ckptio.resume import Journal
+from ckptio.writer import Progress, write_checkpoint
 
 
 def convert(
@@ -24,87 +24,149 @@ def convert(
     source_name: str | None = None,
     revision: str | None = None,
     partition_of: Callable[[str], int] | None = None,
+    partitioning: Partitioning | int | None = None,
     chunk_size_bytes: int = CHUNK_SIZE_BYTES,
     overwrite: bool = False,
+    resume: bool = False,
     wait_s: float = LOCK_WAIT_S,
     progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Manifest:
-    """Converts a directory of safetensors (or one such file) into a checkpoint at `destination`.
+    """Converts a model directory or one weight file into a checkpoint at `destination`.
 
-    `source_name` and `revision` (default: the path) are recorded in the manifest. `partition_of` gives the
-    GPU of a tensor. A second converter of the same destination waits up to `wait_s`. Nothing is visible at
-    `destination` until all of it is on the device. Raises `CheckpointExists`, `ConversionInProgress`,
-    `InsufficientSpace`, `Cancelled`, and for a bad source `MissingFile`, `UnsupportedFormat`,
-    `CorruptCheckpoint`, `TruncatedCheckpoint`.
+    Safetensors (one file, shards, an adapter) are read, or torch `.bin`, `.pt` and `.pth` files where there
+    are none; those in the format before torch 1.6 are in memory one at a time. `source_name` and `revision`
+    (default: the path) are recorded in the manifest. `partitioning` is a plan of `ckptio.partitioning`, or a
+    number of GPUs to divide the tensors over; `partition_of` gives the GPU of a tensor directly. With
+    `resume` a conversion that was stopped or ran out of space leaves a hidden directory, and the next one of
+    the same source goes on from there. A second converter of the same destination waits up to `wait_s`.
+    Nothing is visible at `destination` until all of it is on the device. Raises `CheckpointExists`,
+    `ConversionInProgress`, `InsufficientSpace`, `Cancelled`, and for a bad source or a plan that does not fit
+    it `MissingFile`, `UnsupportedFormat`, `CorruptCheckpoint`, `TruncatedCheckpoint`.
     """
-    source = Path(source)
-    origin = Source(name=source_name or os.fspath(source), kind="safetensors", revision=revision)
-    stock = open_source(source)
-    with (
-        publishing(
-            Path(destination), marker=MANIFEST_FILE, overwrite=overwrite, cancelled=cancelled, wait_s=wait_s
-        ) as directory,
-        _content(stock, origin) as content,
-    ):
-        return write_checkpoint(
-            directory,
-            content,
-            partition_of=partition_of,
-            chunk_size_bytes=chunk_size_bytes,
-            progress=progress,
+    with opened_input(
+        Path(source), source_name=source_name, revision=revision, partitioning=partitioning
+    ) as opened:
+        opened = _with_gpus(opened, partition_of)
+        fingerprint = opened.fingerprint(opened.layouts(), chunk_size_bytes) if resume else None
+        with publishing(
+            Path(destination),
+            marker=MANIFEST_FILE,
+            overwrite=overwrite,
             cancelled=cancelled,
+            wait_s=wait_s,
+            fingerprint=fingerprint,
+        ) as directory:
+            return write_checkpoint(
+                directory,
+                opened.content,
+                partition_of=opened.gpu_of.__getitem__ if opened.gpu_of else None,
+                chunk_size_bytes=chunk_size_bytes,
+                progress=progress,
+                cancelled=cancelled,
+                journal=None if fingerprint is None else Journal(directory, fingerprint),
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """A tensor, or a part of one, and the partition it goes to."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    partition: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionPlan:
+    """What a conversion would write. `required_bytes` has a margin; `available_bytes` may be unknown."""
+
+    source_kind: str
+    architecture: str | None
+    tensors: tuple[PlannedTensor, ...]
+    partition_bytes: tuple[int, ...]
+    ties: tuple[tuple[str, ...], ...]
+    files: tuple[str, ...]
+    weights: tuple[Path, ...]
+    required_bytes: int
+    available_bytes: int | None
+    warnings: tuple[str, ...]
+
+
+def plan_conversion(
+    source: PathLike,
+    destination: PathLike | None = None,
+    *,
+    partition_of: Callable[[str], int] | None = None,
+    partitioning: Partitioning | int | None = None,
+) -> ConversionPlan:
+    """What `convert` would do with these arguments; reads headers and writes nothing.
+
+    Raises what `convert` raises for a bad source.
+    """
+    with opened_input(Path(source), partitioning=partitioning) as opened:
+        opened = _with_gpus(opened, partition_of)
+        content = opened.content
+        layouts = opened.layouts()
+        tensors = [
+            PlannedTensor(
+                name=member.name,
+                dtype=member.dtype,
+                shape=member.shape,
+                size_bytes=member.size_bytes,
+                partition=number,
+            )
+            for number, layout in enumerate(layouts)
+            for placement in layout.placements
+            for member in content.extents[placement.extent].members
+        ]
+        other_bytes = sum(os.stat(path).st_size for _, path in content.other_files)
+        required_bytes = sum(layout.padded_bytes for layout in layouts) + other_bytes + SPACE_MARGIN_BYTES
+        available_bytes = None if destination is None else _available_bytes(Path(destination))
+        return ConversionPlan(
+            source_kind=content.source.kind,
+            architecture=content.architecture,
+            tensors=tuple(tensors),
+            partition_bytes=tuple(layout.size_bytes for layout in layouts),
+            ties=tuple(
+                tuple(member.name for member in extent.members)
+                for extent in content.extents
+                if len(extent.members) > 1
+            ),
+            files=tuple(name for name, _ in content.other_files),
+            weights=opened.weights,
+            required_bytes=required_bytes,
+            available_bytes=available_bytes,
+            warnings=_warnings(opened, destination, required_bytes, available_bytes),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _FileBytes:
-    """A range of an open file."""
-
-    descriptor: int
-    path: Path
-    start_bytes: int
-
-    def read_into(self, target: memoryview, offset_bytes: int) -> None:
-        with naming(self.path):
-            read_exactly(self.descriptor, target, self.start_bytes + offset_bytes, self.path)
+def _with_gpus(opened: Input, partition_of: Callable[[str], int] | None) -> Input:
+    if partition_of is None:
+        return opened
+    if opened.gpu_of is not None:
+        raise ValueError("give partition_of or partitioning, not both")
+    names = [extent.members[0].name for extent in opened.content.extents]
+    return replace(opened, gpu_of={name: partition_of(name) for name in names})
 
 
-@contextmanager
-def _content(stock: StockSource, origin: Source) -> Iterator[Content]:
-    with ExitStack() as stack:
-        paths = {shard.file for shard in stock.tensors}
-        descriptors = {path: stack.enter_context(opened(path)) for path in sorted(paths)}
-        ties = _recorded_ties(stock)
-        tensors = sorted(stock.tensors, key=lambda shard: load_order(shard.tensor.name))
-        tied_names = {name for group in ties.values() for name in group}
-        yield Content(
-            extents=[_extent(shard, ties.get(shard.tensor.name, ())) for shard in tensors],
-            payloads=[
-                _FileBytes(descriptors[shard.file], shard.file, shard.tensor.offset_bytes)
-                for shard in tensors
-            ],
-            source=origin,
-            architecture=stock.architecture,
-            metadata={key: value for key, value in stock.metadata.items() if key not in tied_names},
-            other_files=stock.other_files,
-        )
+def _available_bytes(destination: Path) -> int:
+    directory = Path(os.path.abspath(destination))
+    while not directory.exists():
+        directory = directory.parent
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
-def _recorded_ties(stock: StockSource) -> dict[str, list[str]]:
-    """Kept tensor -> names tied to it: safetensors stores one of them and notes the others as metadata."""
-    sizes = {shard.tensor.name: shard.tensor.size_bytes for shard in stock.tensors}
-    ties: dict[str, list[str]] = {}
-    for name, kept in stock.metadata.items():
-        if name != "format" and name not in sizes and sizes.get(kept, 0) > 0:
-            ties.setdefault(kept, []).append(name)
-    return ties
-
-
-def _extent(shard: ShardTensor, tied: list[str] | tuple[str, ...]) -> Extent:
-    tensor = shard.tensor
-    members = tuple(
-        Member(name=name, dtype=tensor.dtype, shape=tensor.shape, size_bytes=tensor.size_bytes)
-        for name in (tensor.name, *tied)
-    )
-    return Extent(size_bytes=tensor.size_bytes, members=members)
+def _warnings(
+    opened: Input, destination: PathLike | None, required_bytes: int, available_bytes: int | None
+) -> tuple[str, ...]:
+    warnings = [f"{name}: other weights, not converted and not copied" for name in opened.ignored]
+    if available_bytes is not None and available_bytes < required_bytes:
+        missing_bytes = required_bytes - available_bytes
+        warnings.append(f"{destination}: {missing_bytes} bytes more must be free before this can work")
+    if destination is not None and os.path.lexists(destination):
+        warnings.append(f"{destination}: exists; it is kept unless overwriting is asked for")
+    return tuple(warnings)

@@ -33,13 +33,27 @@ class IndexPartition:
     digests: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """What a row stores of the tensor `whole`, which has `shape`: along `dimension`, from element `start`.
+
+    Without a dimension the row is a copy of all of it, one of several on different GPUs.
+    """
+
+    whole: str
+    dimension: int | None
+    start: int
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Index(Mapping[str, TensorEntry]):
     """All tensors of a checkpoint, as columns; also a mapping from name to `TensorEntry`.
 
     `aliases` are groups of rows that share bytes (tied tensors and overlapping views). `stride` has only the
-    rows that are not contiguous. `metadata` is the string map of the safetensors files that the checkpoint
-    came from.
+    rows that are not contiguous. `slices` has only the rows that are a part or a copy of a tensor that
+    several GPUs share; such a row is named after the tensor and its partition ("q_proj.weight#1"). `metadata`
+    is the string map of the safetensors files that the checkpoint came from.
     """
 
     chunk_size_bytes: int
@@ -52,6 +66,7 @@ class Index(Mapping[str, TensorEntry]):
     shape: tuple[tuple[int, ...], ...]
     stride: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     aliases: tuple[tuple[int, ...], ...] = ()
+    slices: Mapping[int, Slice] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> TensorEntry:
@@ -75,6 +90,36 @@ class Index(Mapping[str, TensorEntry]):
             stride=self.stride.get(row),
         )
 
+    def whole_name(self, row: int) -> str:
+        """The name of the tensor that row `row` is, or is a part or a copy of."""
+        part = self.slices.get(row)
+        return self.names[row] if part is None else part.whole
+
+    def of_gpu(self, gpu: int) -> dict[str, TensorEntry]:
+        """What GPU `gpu` holds, under the names of the whole tensors: what its share of a model asks for.
+
+        Raises ValueError when the checkpoint has no such partition.
+        """
+        if not 0 <= gpu < len(self.partitions):
+            raise ValueError(f"GPU {gpu}: the checkpoint is for {len(self.partitions)}")
+        rows = [row for row, partition in enumerate(self.partition) if partition == gpu]
+        return {self.whole_name(row): self.entry(row) for row in rows}
+
+    def rows_of_wholes(self) -> dict[str, tuple[int, ...]]:
+        """Name of every whole tensor -> its rows, in order of their start."""
+        rows: dict[str, list[int]] = {}
+        for row in range(len(self.names)):
+            rows.setdefault(self.whole_name(row), []).append(row)
+        if self.slices:
+            for group in rows.values():
+                group.sort(key=lambda row: (self.slices[row].start if row in self.slices else 0, row))
+        return {name: tuple(group) for name, group in rows.items()}
+
+    @property
+    def tensor_count(self) -> int:
+        """Tensors of the model; one that several GPUs share counts once."""
+        return len(self.names) - len(self.slices) + len({part.whole for part in self.slices.values()})
+
     @property
     def total_bytes(self) -> int:
         """True bytes of all partitions, without the padding of their files."""
@@ -82,11 +127,19 @@ class Index(Mapping[str, TensorEntry]):
 
     @property
     def parameter_count(self) -> int:
-        """Elements of distinct tensors: of overlapping ones only the largest counts, packed ones unpacked."""
+        """Elements of distinct tensors: of overlapping ones only the largest counts, packed ones unpacked.
+
+        Of the copies of one tensor on several GPUs only the first counts.
+        """
         counts = [
             math.prod(shape) * DTYPES[dtype].stock_packing
             for shape, dtype in zip(self.shape, self.dtype, strict=True)
         ]
+        copied: set[str] = set()
+        for row in sorted(row for row, part in self.slices.items() if part.dimension is None):
+            if self.slices[row].whole in copied:
+                counts[row] = 0
+            copied.add(self.slices[row].whole)
         shared = sum(
             sum(counts[row] for row in rows) - max(counts[row] for row in rows) for rows in self.aliases
         )
@@ -104,8 +157,12 @@ def make_index(
     *,
     chunk_size_bytes: int,
     metadata: Mapping[str, str],
+    slices: Mapping[str, Slice] | None = None,
 ) -> Index:
-    """The index of extents laid out as `layouts`, with the digests of each partition's chunks."""
+    """The index of extents laid out as `layouts`, with the digests of each partition's chunks.
+
+    `slices` says which names are parts or copies of whole tensors.
+    """
     rows: list[TensorEntry] = []
     aliases: list[tuple[int, ...]] = []
     for partition, layout in enumerate(layouts):
@@ -143,5 +200,8 @@ def make_index(
         shape=tuple(row.shape for row in rows),
         stride={number: row.stride for number, row in enumerate(rows) if row.stride is not None},
         aliases=tuple(aliases),
+        slices={number: slices[row.name] for number, row in enumerate(rows) if row.name in slices}
+        if slices
+        else {},
         metadata=dict(metadata),
     )

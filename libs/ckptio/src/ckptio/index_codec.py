@@ -13,8 +13,8 @@ from typing import Any, cast
 import msgpack  # type: ignore[import-untyped]
 
 from ckptio.errors import CorruptCheckpoint, PathLike, UnsupportedFormat
-from ckptio.index import Index, IndexPartition
-from ckptio.index_rules import CHUNK_SIZE_BYTES_MAX, TENSORS_MAX, check, require
+from ckptio.index import Index, IndexPartition, Slice
+from ckptio.index_rules import CHUNK_SIZE_BYTES_MAX, RANK_MAX, TENSORS_MAX, check, require
 from ckptio.plan import SIZE_BYTES_MAX
 
 INDEX_FORMAT = "ckptio-index"
@@ -54,9 +54,13 @@ def encode(index: Index) -> bytes:
             "shape": _pack("Q", dimensions),
             "stride": [[row, list(stride)] for row, stride in index.stride.items()],
             "aliases": [list(rows) for rows in index.aliases],
-            # Rows that are slices of a tensor split over GPUs; the table has its place, version 1 leaves it
-            # empty.
-            "slices": [],
+            # Rows that are parts or copies of a tensor that several GPUs share: [row, name of the whole,
+            # dimension or nil, start, whole shape]. A reader that knows none of them refuses a table that is
+            # not empty.
+            "slices": [
+                [row, part.whole, part.dimension, part.start, list(part.shape)]
+                for row, part in sorted(index.slices.items())
+            ],
             "metadata": dict(index.metadata),
         }
     )
@@ -77,10 +81,6 @@ def decode(raw: bytes, path: PathLike) -> Index:
     if table.get("version") != FORMAT_VERSION:
         raise UnsupportedFormat(
             path, f"index version {table.get('version')!r}; this ckptio reads {FORMAT_VERSION}"
-        )
-    if table.get("slices"):
-        raise UnsupportedFormat(
-            path, "the index has tensors sliced over GPUs; this ckptio does not read them"
         )
     try:
         index = _from_table(table)
@@ -118,6 +118,8 @@ def _from_table(table: dict[str, Any]) -> Index:
     )
     strides = {_integer(row, count - 1): _integers(steps) for row, steps in table["stride"]}
     require(len(strides) == len(table["stride"]), "a row has two strides")
+    slices = {_integer(row, count - 1): _slice(*fields) for row, *fields in table["slices"]}
+    require(len(slices) == len(table["slices"]), "a row is two slices")
     return Index(
         chunk_size_bytes=_integer(table["chunk_size_bytes"], CHUNK_SIZE_BYTES_MAX),
         partitions=tuple(_partition(*row) for row in table["partitions"]),
@@ -129,6 +131,7 @@ def _from_table(table: dict[str, Any]) -> Index:
         shape=tuple(shapes),
         stride=strides,
         aliases=tuple(_integers(rows) for rows in table["aliases"]),
+        slices=slices,
         metadata=metadata,
     )
 
@@ -138,6 +141,16 @@ def _partition(size_bytes: object, padded_bytes: object, digests: bytes) -> Inde
         size_bytes=_integer(size_bytes, SIZE_BYTES_MAX),
         padded_bytes=_integer(padded_bytes, SIZE_BYTES_MAX),
         digests=_unpack("Q", digests, len(digests) // 8),
+    )
+
+
+def _slice(whole: object, dimension: object, start: object, shape: Sequence[object]) -> Slice:
+    require(type(whole) is str and type(shape) is list, "a slice has no name or shape")
+    return Slice(
+        whole=cast(str, whole),
+        dimension=None if dimension is None else _integer(dimension, RANK_MAX - 1),
+        start=_integer(start, SIZE_BYTES_MAX),
+        shape=_integers(shape),
     )
 
 

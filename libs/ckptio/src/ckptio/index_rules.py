@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptio.dtypes import DTYPES, ITEM_SIZE_BYTES_MAX
-from ckptio.index import Index, IndexPartition
+from ckptio.index import Index, IndexPartition, Slice
 from ckptio.plan import ALIGNMENT_BYTES, PADDING_BYTES, SIZE_BYTES_MAX, chunk_count, round_up, size_of
 
 # Bounds on what is read; each is far above what a real checkpoint has, and small enough to parse in memory.
@@ -28,6 +28,8 @@ def check(index: Index) -> None:
         check_name(name)
     _check_shapes(index)
     _check_places(index)
+    if index.slices:
+        _check_slices(index)
 
 
 def _check_partition(number: int, part: IndexPartition, chunk_size_bytes: int) -> None:
@@ -120,6 +122,58 @@ def _groups(index: Index) -> dict[int, int]:
         is_one_place = index.partition[rows[0]] == index.partition[rows[-1]]
         require(is_one_place, f"alias group {group} is in two partitions")
     return group_of
+
+
+def slice_name(whole: str, partition: int) -> str:
+    """The name of the row for the part or copy of `whole` in `partition`: one per partition, so unique."""
+    return f"{whole}#{partition}"
+
+
+def _check_slices(index: Index) -> None:
+    """The rows of one whole tensor are copies of it, or tile it along one dimension, no gap, no overlap."""
+    names = set(index.names)
+    for part in index.slices.values():
+        check_name(part.whole)
+    for whole, rows in index.rows_of_wholes().items():
+        if rows[0] not in index.slices:
+            require(len(rows) == 1, f"{whole}: is a tensor, and also split over GPUs")
+            continue
+        require(whole not in names, f"{whole}: is a tensor, and also split over GPUs")
+        first = index.slices[rows[0]]
+        require(len(first.shape) <= RANK_MAX, f"{whole}: rank {len(first.shape)}")
+        end = 0
+        for row in rows:
+            part, name = index.slices[row], index.names[row]
+            require(
+                name == slice_name(whole, index.partition[row]),
+                f"{name}: a part of {whole!r} in partition {index.partition[row]} has another name",
+            )
+            require(
+                part.dimension == first.dimension
+                and part.shape == first.shape
+                and index.dtype[row] == index.dtype[rows[0]],
+                f"{name}: differs from the other parts of {whole!r} in dimension, dtype or whole shape",
+            )
+            require(part.start == end, f"{name}: starts at {part.start}, the part before it ends at {end}")
+            end += _slice_length(name, part, index.shape[row], row in index.stride)
+        if first.dimension is not None:
+            require(
+                end == first.shape[first.dimension],
+                f"{whole}: its parts have {end} of {first.shape[first.dimension]} elements",
+            )
+
+
+def _slice_length(name: str, part: Slice, shape: tuple[int, ...], is_strided: bool) -> int:
+    """Elements along the dimension of the slice; 0 for a copy, which moves nothing forward."""
+    if part.dimension is None:
+        require(shape == part.shape, f"{name}: a copy has shape {list(shape)}, not {list(part.shape)}")
+        return 0
+    require(part.dimension < len(part.shape), f"{name}: dimension {part.dimension} of {list(part.shape)}")
+    require(len(shape) == len(part.shape) and not is_strided, f"{name}: is no part of {list(part.shape)}")
+    length = shape[part.dimension]
+    expected = (*part.shape[: part.dimension], length, *part.shape[part.dimension + 1 :])
+    require(shape == expected and length > 0, f"{name}: is no part of {list(part.shape)}")
+    return length
 
 
 def require(condition: bool, reason: str) -> None:

@@ -25,7 +25,7 @@ MANIFEST_BYTES_MAX = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the bytes came from: `name` a path or hub id, `kind` "safetensors" or "state_dict"."""
+    """Where the bytes came from: `name` a path or hub id, `kind` "safetensors", "torch" or "state_dict"."""
 
     name: str
     kind: str
@@ -123,7 +123,7 @@ def make_manifest(
             PartitionInfo(file=partition_file(k), size_bytes=part.size_bytes, padded_bytes=part.padded_bytes)
             for k, part in enumerate(index.partitions)
         ),
-        tensor_count=len(index.names),
+        tensor_count=index.tensor_count,
         parameter_count=index.parameter_count,
         dtypes=tuple(sorted(set(index.dtype))),
         architecture=architecture,

@@ -1,7 +1,8 @@
 """Atomic publication of a directory: written beside its destination, synced, renamed.
 
 One writer per destination, by a file lock that the kernel drops when its holder dies. Whoever holds it owns
-every temporary directory of that destination, so it may remove what killed writers left behind.
+every temporary directory of that destination, so it may remove what killed writers left behind, or go on with
+it when its journal says that it is of the same content.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptio.errors import Cancelled, CheckpointExists, ConversionInProgress, InsufficientSpace
+from ckptio.errors import (
+    Cancelled,
+    CheckpointExists,
+    CkptioError,
+    ConversionInProgress,
+    InsufficientSpace,
+)
 from ckptio.files import sync_directory
+from ckptio.resume import is_resumable
 
 # How often a waiting writer looks again; a conversion takes seconds to minutes.
 LOCK_POLL_S = 0.05
@@ -40,20 +48,23 @@ def publishing(
     overwrite: bool = False,
     cancelled: Callable[[], bool] | None = None,
     wait_s: float = LOCK_WAIT_S,
+    fingerprint: str | None = None,
 ) -> Iterator[Path]:
     """Gives an empty directory to fill; at the end it becomes `destination`, on an error it is removed.
 
-    Only a directory that has a file `marker`, or an empty one, is ever replaced. The caller syncs each file
-    that it writes. Raises `CheckpointExists`, `ConversionInProgress` after `wait_s`, and `Cancelled` when
-    `cancelled()` says so while waiting.
+    With a `fingerprint` the directory stays, hidden, after a cancellation or a failing device, if it has a
+    journal of that content; the next call with that fingerprint gives it again. Only a directory that has a
+    file `marker`, or an empty one, is ever replaced. The caller syncs each file that it writes. Raises
+    `CheckpointExists`, `ConversionInProgress` after `wait_s`, and `Cancelled` when `cancelled()` says so
+    while waiting.
     """
     destination = Path(os.path.abspath(destination))
     destination.parent.mkdir(parents=True, exist_ok=True)
     with _locked(destination, cancelled, wait_s):
         _check_free(destination, marker, overwrite)
-        _remove_leftovers(destination)
         temporary = destination.parent / f"{_prefix(destination)}{os.getpid()}"
-        temporary.mkdir()
+        _clear_leftovers(destination, temporary, fingerprint)
+        temporary.mkdir(exist_ok=fingerprint is not None)
         try:
             yield temporary
             for directory, _, _ in os.walk(temporary):
@@ -61,8 +72,11 @@ def publishing(
             _check_free(destination, marker, overwrite)
             _rename_over(temporary, destination)
             sync_directory(destination.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        except BaseException as error:
+            if fingerprint is None or not _can_go_on(error) or not is_resumable(temporary, fingerprint):
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_space(directory: Path, required_bytes: int) -> None:
@@ -121,11 +135,26 @@ def _check_free(destination: Path, marker: str, overwrite: bool) -> None:
         )
 
 
-def _remove_leftovers(destination: Path) -> None:
+def _clear_leftovers(destination: Path, temporary: Path, fingerprint: str | None) -> None:
+    """Removes what killed writers left, except one directory to go on with, which becomes `temporary`."""
     prefix = _prefix(destination)
-    for entry in os.scandir(destination.parent):
-        if entry.name.startswith(prefix) and entry.name[len(prefix) :].isdecimal():
-            shutil.rmtree(entry.path, ignore_errors=True)
+    kept = None
+    for entry in list(os.scandir(destination.parent)):
+        if not entry.name.startswith(prefix) or not entry.name[len(prefix) :].isdecimal():
+            continue
+        path = Path(entry.path)
+        is_wanted = fingerprint is not None and kept is None and entry.is_dir(follow_symlinks=False)
+        if is_wanted and is_resumable(path, fingerprint or ""):
+            kept = path
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    if kept is not None:
+        os.rename(kept, temporary)
+
+
+def _can_go_on(error: BaseException) -> bool:
+    """Whether the same conversion may succeed later: it was stopped, or a device failed."""
+    return not isinstance(error, CkptioError) or isinstance(error, Cancelled | InsufficientSpace)
 
 
 def _rename_over(temporary: Path, destination: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -37,8 +37,30 @@ _OTHER_WEIGHTS = (
     "optimizer.pt",
     "training_args.bin",
 )
-_SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
-_PREFERRED_FILES = ("model.safetensors", "adapter_model.safetensors")
+_SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """How a format names its weight files: `preferred` ones win alone, `never` are something else."""
+
+    suffixes: tuple[str, ...]
+    index: str
+    preferred: tuple[str, ...]
+    never: tuple[str, ...] = ()
+
+
+SAFETENSORS = Naming(
+    suffixes=(".safetensors",),
+    index="model.safetensors.index.json",
+    preferred=("model.safetensors", "adapter_model.safetensors"),
+)
+TORCH = Naming(
+    suffixes=(".bin", ".pt", ".pth"),
+    index="pytorch_model.bin.index.json",
+    preferred=("pytorch_model.bin", "adapter_model.bin"),
+    never=("training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,69 +79,97 @@ class StockSource:
     metadata: Mapping[str, str]
     architecture: str | None
     other_files: tuple[tuple[str, Path], ...]
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The weight files of a source; `owner_of` tells the file name of each tensor where an index does."""
+
+    files: tuple[Path, ...]
+    owner_of: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What lies beside the weights: files to copy, by relative name, and other weights, which are ignored."""
+
+    architecture: str | None = None
+    other_files: tuple[tuple[str, Path], ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 def open_source(source: Path) -> StockSource:
-    """Finds and checks the weights of `source`, a directory or one file, before anything is written.
+    """Finds and checks the safetensors of `source`, a directory or one file, before anything is written.
 
-    Raises `MissingFile` for a shard that is named but not there, and the errors of `stock.read_header`.
+    Raises `MissingFile` for shards that are named but not there, and the errors of `stock.read_header`.
+    """
+    found = find_weights(source, SAFETENSORS)
+    if found is None:
+        raise UnsupportedFormat(source, "no safetensors file here; save the model as safetensors first")
+    headers = {file: read_header(file) for file in found.files}
+    metadata: dict[str, str] = {}
+    for header in headers.values():
+        metadata.update(header.metadata)
+    rest = find_rest(source, found.files)
+    return StockSource(
+        tensors=_select_tensors(headers, found.owner_of, source),
+        metadata=metadata,
+        architecture=rest.architecture,
+        other_files=rest.other_files,
+        ignored=rest.ignored,
+    )
+
+
+def find_weights(source: Path, naming: Naming) -> Found | None:
+    """The weight files of one format, None when `source` has none. An index wins over stray files.
+
+    Raises FileNotFoundError, `MissingFile` with all that an index or the names of shards promise,
+    `CorruptCheckpoint` for a bad index, `UnsupportedFormat` when it is not clear which files to use.
     """
     if not source.exists():
         raise FileNotFoundError(2, "No such model directory or file", os.fspath(source))
     if source.is_file():
-        header = read_header(source)
-        tensors = tuple(ShardTensor(tensor=tensor, file=source) for tensor in header.tensors)
-        return StockSource(tensors=tensors, metadata=header.metadata, architecture=None, other_files=())
+        return Found(files=(source,))
     if (source / INDEX_FILE).exists() and (source / MANIFEST_FILE).exists():
         raise UnsupportedFormat(source, "is already a ckptio checkpoint; use it as it is")
-    files, owner_of = _find_shards(source)
-    headers = {file: read_header(file) for file in files}
-    metadata: dict[str, str] = {}
-    for header in headers.values():
-        metadata.update(header.metadata)
-    return StockSource(
-        tensors=_select_tensors(headers, owner_of, source),
-        metadata=metadata,
-        architecture=_read_architecture(source),
-        other_files=tuple(_find_other_files(source)),
-    )
-
-
-def _find_shards(source: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The weight files, and tensor name -> file name where there is an index, which wins over stray files."""
-    indexes = sorted(source.glob("*.safetensors.index.json"))
-    preferred = source / "model.safetensors.index.json"
+    indexes = sorted(path for suffix in naming.suffixes for path in source.glob(f"*{suffix}.index.json"))
+    preferred = source / naming.index
     if preferred in indexes or len(indexes) == 1:
         index_path = preferred if preferred in indexes else indexes[0]
         owner_of = _read_shard_index(index_path)
-        return [_existing(source / name, index_path) for name in sorted(set(owner_of.values()))], owner_of
-    files = sorted(source.glob("*.safetensors"))
-    for name in _PREFERRED_FILES:
+        files = _existing([source / name for name in sorted(set(owner_of.values()))], index_path)
+        return Found(files=files, owner_of=owner_of)
+    return _find_by_name(source, naming)
+
+
+def _find_by_name(source: Path, naming: Naming) -> Found | None:
+    files = sorted(
+        path
+        for path in source.iterdir()
+        if path.suffix in naming.suffixes and not any(fnmatch(path.name, name) for name in naming.never)
+    )
+    for name in naming.preferred:
         if source / name in files:
-            return [source / name], None
+            return Found(files=(source / name,))
     matches = [_SHARD_NAME.fullmatch(file.name) for file in files]
     if files and all(matches):
-        return _complete_set(source, files, matches), None
-    if len(files) == 1:
-        return files, None
-    if files:
+        return Found(files=_complete_set(source, files, matches))
+    if len(files) > 1:
         names = ", ".join(file.name for file in files[:5])
-        raise UnsupportedFormat(
-            source, f"several safetensors files and no index that says which to use: {names}"
-        )
-    raise UnsupportedFormat(source, "no safetensors file here; save the model as safetensors first")
+        kind = naming.suffixes[0].removeprefix(".")
+        raise UnsupportedFormat(source, f"several {kind} files and no index that says which to use: {names}")
+    return Found(files=tuple(files)) if files else None
 
 
-def _complete_set(source: Path, files: list[Path], matches: list[re.Match[str] | None]) -> list[Path]:
+def _complete_set(source: Path, files: list[Path], matches: list[re.Match[str] | None]) -> tuple[Path, ...]:
     """All of the files named "-00001-of-00003": without an index only their names tell the count."""
-    sets = {(match["stem"], match["count"]) for match in matches if match is not None}
+    sets = {(match["stem"], match["count"], match["suffix"]) for match in matches if match is not None}
     if len(sets) > 1:
         raise UnsupportedFormat(source, "shards of several checkpoints and no index that says which to use")
-    stem, count = sets.pop()
-    return [
-        _existing(source / f"{stem}-{number:05d}-of-{count}.safetensors", files[0])
-        for number in range(1, int(count) + 1)
-    ]
+    stem, count, suffix = sets.pop()
+    names = [f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(1, int(count) + 1)]
+    return _existing([source / name for name in names], files[0])
 
 
 def _read_shard_index(path: Path) -> dict[str, str]:
@@ -183,23 +233,31 @@ def _read_architecture(source: Path) -> str | None:
     return None
 
 
-def _find_other_files(source: Path) -> list[tuple[str, Path]]:
-    """Everything that is no weight, by relative name. Links are followed: hub caches consist of them."""
-    found = []
+def find_rest(source: Path, weights: Collection[Path]) -> Rest:
+    """All beside `weights` that belongs to a model. Links are followed: hub caches consist of them.
+
+    Raises `UnsupportedFormat` for a file whose name the format needs for itself.
+    """
+    if source.is_file():
+        return Rest()
+    found: list[tuple[str, Path]] = []
+    ignored: list[str] = []
     for directory, subdirectories, names in os.walk(source):
         subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
         for name in sorted(names):
             path = Path(directory) / name
             relative = path.relative_to(source).as_posix()
-            if name.startswith(".") or any(fnmatch(name, pattern) for pattern in _OTHER_WEIGHTS):
+            if name.startswith(".") or path in weights or not stat.S_ISREG(path.stat().st_mode):
                 continue
-            if not stat.S_ISREG(path.stat().st_mode):
+            if any(fnmatch(name, pattern) for pattern in _OTHER_WEIGHTS):
+                if not name.endswith(".index.json"):
+                    ignored.append(relative)
                 continue
             _refuse_reserved(relative, path)
             found.append((relative, path))
             if len(found) > OTHER_FILES_MAX:
                 raise UnsupportedFormat(source, f"more than {OTHER_FILES_MAX} files besides the weights")
-    return found
+    return Rest(architecture=_read_architecture(source), other_files=tuple(found), ignored=tuple(ignored))
 
 
 def _refuse_reserved(relative: str, path: PathLike) -> None:
@@ -207,7 +265,8 @@ def _refuse_reserved(relative: str, path: PathLike) -> None:
         raise UnsupportedFormat(path, "has a name that ckptio needs for itself; rename it")
 
 
-def _existing(path: Path, named_by: Path) -> Path:
-    if not path.is_file():
-        raise MissingFile(path, named_by=named_by)
-    return path
+def _existing(paths: Sequence[Path], named_by: Path) -> tuple[Path, ...]:
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        raise MissingFile(missing[0], named_by=named_by, also=missing[1:])
+    return tuple(paths)

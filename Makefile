@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 DIR ?= .whimbrel
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup demo up down test check format bench models clean
+.PHONY: setup demo up down test check sanitize fuzz format bench models clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	find libs/ckptio -name '*.[ch]pp' -not -path '*/build/*' -not -name _native.cpp -print0 | xargs -0 -r $(BIN)/clang-format -i
+
+# The native part of ckptio under AddressSanitizer, UBSan and ThreadSanitizer.
+sanitize: $(STAMP)
+	$(MAKE) -s -j2 -C libs/ckptio/native_tests
+
+# FUZZ_SECONDS for each parser that reads what strangers wrote.
+FUZZ_SECONDS ?= 60
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install -q 'atheris>=3,<4'
+	PYTHON=$(BIN)/python libs/ckptio/fuzz/run.sh $(FUZZ_SECONDS)
 
 bench: $(STAMP) models
 	$(BIN)/whimbrel bench coldstart --models .models

@@ -18,6 +18,8 @@ need python3-venv "$PYTHON" -c 'import venv, ensurepip'
 need python3-dev "$PYTHON" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")'
 need g++ command -v g++
 need libxxhash-dev test -e /usr/include/xxhash.h
+need doctest-dev test -e /usr/include/doctest/doctest.h
+need make command -v make
 need nats-server command -v nats-server
 need redis-server command -v redis-server
 

@@ -31,7 +31,7 @@ class AgentConfig:
     ssd_bytes: int = 64 * 1024 * MIB
     pool_bytes: int = 4 * 1024 * MIB
     chunk_size_bytes: int = 16 * MIB
-    reader_threads: int = 2
+    reader_threads: int = 4
     attach_s_max: float = 30.0
     probe_bytes: int = 64 * MIB
     nats_url: str = "nats://127.0.0.1:4222"

@@ -70,6 +70,8 @@ def entry(start: int, end: int, shape: list[object], dtype: str = "U8", **more: 
         ({"a\0b": entry(0, 4, [4])}, b"1234", "zero character"),
         ({"\ud800": entry(0, 4, [4])}, b"1234", "surrogates"),
         ({"__metadata__": {"a": 1}}, b"", "map of strings"),
+        ({"__metadata__": {"a": "\ud800"}}, b"", "not text"),
+        ({"__metadata__": {"\udc00": "a"}}, b"", "not text"),
         (b'{"a": 1, "a": 2}', b"", "twice"),
         (b'{"a": ', b"", "not valid JSON"),
         (b"{\xff}", b"", "not valid JSON"),
@@ -113,6 +115,18 @@ def test_a_file_that_ends_in_its_header_is_truncated(raw: bytes, expected: int, 
     with pytest.raises(ckptio.TruncatedCheckpoint) as caught:
         read_header(path)
     assert (caught.value.expected_bytes, caught.value.actual_bytes) == (expected, len(raw))
+
+
+@pytest.mark.parametrize("header_bytes", [640, 2688, 0x4B50])
+def test_a_header_length_that_looks_like_another_format_is_a_length(
+    header_bytes: int, tmp_path: Path
+) -> None:
+    """F7: 640 is how a pickle begins; found by a property test."""
+    path = tmp_path / "model.safetensors"
+    table = json.dumps({"a": entry(0, 4, [4])}).encode()
+    path.write_bytes(header_bytes.to_bytes(8, "little") + table.ljust(header_bytes) + b"1234")
+    assert [tensor.name for tensor in read_header(path).tensors] == ["a"]
+    assert safetensors.torch.load_file(path).keys() == {"a"}
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001])

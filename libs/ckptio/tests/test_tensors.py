@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import ckptio
 from ckptio.dtypes import DTYPES
 from ckptio.index import TensorEntry
+from ckptio.layout import read_layout
 from ckptio.torch import _read_python, _views, contiguous_bytes
 
 TORCH_DTYPES = sorted(name for name in DTYPES if hasattr(torch, name))
@@ -102,9 +103,9 @@ def test_any_state_dict_survives(
     ckptio.save(state_dict, path, chunk_size_bytes=chunk_size_bytes, overwrite=True)
     ckptio.verify(path)
     assert_same(ckptio.load(path), state_dict)
-    index = ckptio.read_index(path)
-    bases = [_read_python(path, index, number) for number in range(len(index.partitions))]
-    assert_same(_views(index, bases), state_dict)
+    layout = read_layout(path)
+    bases = [_read_python(layout, number, True) for number in range(len(layout.files))]
+    assert_same(_views(layout.index, bases), state_dict)
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)

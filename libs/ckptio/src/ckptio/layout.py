@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptio.checkpoint import check_sizes, read_checkpoint
-from ckptio.errors import CorruptCheckpoint, PathLike, UnsupportedFormat
-from ckptio.index import Index, IndexPartition, TensorEntry
+from ckptio.collector import collector_paused
+from ckptio.dtypes import DTYPES
+from ckptio.errors import CorruptCheckpoint, PathLike
+from ckptio.index import Index, IndexPartition
 from ckptio.index_rules import check_name
 from ckptio.manifest import INDEX_FILE, MANIFEST_FILE, Manifest, partition_file
 from ckptio.plan import CHUNK_SIZE_BYTES
-from ckptio.source import ShardTensor, StockSource, open_source
+from ckptio.source import StockSource, open_source
+from ckptio.stock import StockTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,14 @@ class Layout:
     is_verified: bool
     manifest: Manifest | None
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every tensor is aligned to its elements, so that views of the files' bytes are enough."""
+        columns = zip(self.index.dtype, self.index.offset_bytes, strict=True)
+        return self.is_verified or not any(
+            offset_bytes % DTYPES[dtype].item_size_bytes for dtype, offset_bytes in columns
+        )
+
 
 def read_layout(path: PathLike) -> Layout:
     """The layout of a checkpoint of ckptio, or of safetensors as they were published, unconverted.
@@ -38,45 +49,47 @@ def read_layout(path: PathLike) -> Layout:
     dtype, and there are no digests. The sizes of all files are checked, no weight is read. Raises
     FileNotFoundError, `MissingFile`, `TruncatedCheckpoint`, `CorruptCheckpoint` or `UnsupportedFormat`.
     """
-    path = Path(path)
+    with collector_paused():
+        return _read_layout(Path(path))
+
+
+def _read_layout(path: Path) -> Layout:
     if (path / MANIFEST_FILE).exists() or (path / INDEX_FILE).exists():
         manifest, index = read_checkpoint(path)
         check_sizes(path, index)
         files = tuple(path / partition_file(number) for number in range(len(index.partitions)))
         return Layout(index=index, files=files, is_verified=True, manifest=manifest)
     stock = open_source(path)
-    _refuse_other_formats(stock, path)
     files = tuple(sorted({shard.file for shard in stock.tensors}))
     index = _stock_index(stock, files, path)
     return Layout(index=index, files=files, is_verified=False, manifest=None)
 
 
-def _refuse_other_formats(stock: StockSource, path: Path) -> None:
-    """The converter reads more formats than have their tensors as plain bytes at known offsets."""
-    if not all(isinstance(shard, ShardTensor) for shard in stock.tensors):
-        raise UnsupportedFormat(path, "not safetensors: only a conversion reads it; convert it first")
-
-
 def _stock_index(stock: StockSource, files: Sequence[Path], path: Path) -> Index:
+    """The columns of an index, in order of file and offset; tied names follow the tensor that is stored."""
     number_of = {file: number for number, file in enumerate(files)}
     ties = _recorded_ties(stock, path)
-    shards = sorted(stock.tensors, key=lambda shard: (number_of[shard.file], shard.tensor.offset_bytes))
-    rows: list[TensorEntry] = []
+    shards = sorted(
+        ((number_of[shard.file], shard.tensor.offset_bytes, shard.tensor) for shard in stock.tensors),
+        key=lambda place: place[:2],
+    )
+    rows: list[tuple[str, int, StockTensor]] = []
     aliases: list[tuple[int, ...]] = []
-    for shard in shards:
-        names = (shard.tensor.name, *ties.get(shard.tensor.name, ()))
-        if len(names) > 1:
-            aliases.append(tuple(range(len(rows), len(rows) + len(names))))
-        rows.extend(_entry(name, shard, number_of[shard.file]) for name in names)
+    for number, _, tensor in shards:
+        rows.append((tensor.name, number, tensor))
+        tied = ties.get(tensor.name)
+        if tied is not None:
+            aliases.append(tuple(range(len(rows) - 1, len(rows) + len(tied))))
+            rows.extend((name, number, tensor) for name in tied)
     return Index(
         chunk_size_bytes=CHUNK_SIZE_BYTES,
         partitions=tuple(_partition(file) for file in files),
-        names=tuple(row.name for row in rows),
-        partition=tuple(row.partition for row in rows),
-        offset_bytes=tuple(row.offset_bytes for row in rows),
-        size_bytes=tuple(row.size_bytes for row in rows),
-        dtype=tuple(row.dtype for row in rows),
-        shape=tuple(row.shape for row in rows),
+        names=tuple([name for name, _, _ in rows]),
+        partition=tuple([number for _, number, _ in rows]),
+        offset_bytes=tuple([tensor.offset_bytes for _, _, tensor in rows]),
+        size_bytes=tuple([tensor.size_bytes for _, _, tensor in rows]),
+        dtype=tuple([tensor.dtype for _, _, tensor in rows]),
+        shape=tuple([tensor.shape for _, _, tensor in rows]),
         aliases=tuple(aliases),
         metadata=dict(stock.metadata),
     )
@@ -95,19 +108,6 @@ def _recorded_ties(stock: StockSource, path: Path) -> dict[str, list[str]]:
             raise CorruptCheckpoint(path, f"__metadata__ ties {kept!r} to a bad name: {error}") from error
         ties.setdefault(kept, []).append(name)
     return ties
-
-
-def _entry(name: str, shard: ShardTensor, partition: int) -> TensorEntry:
-    tensor = shard.tensor
-    return TensorEntry(
-        name=name,
-        partition=partition,
-        offset_bytes=tensor.offset_bytes,
-        size_bytes=tensor.size_bytes,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        stride=None,
-    )
 
 
 def _partition(file: Path) -> IndexPartition:

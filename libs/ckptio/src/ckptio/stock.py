@@ -26,6 +26,11 @@ HEADER_BYTES_MAX = 100_000_000
 # Enough to recognise what a wrong file is.
 _SNIFF_BYTES = 512
 
+_TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
+
+# Dtype and shape as a header has them -> both in our terms, and the bytes they need.
+_Sizes = dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockTensor:
@@ -74,12 +79,12 @@ def read_header(path: Path) -> StockHeader:
 def parse_header(raw: bytes, file_bytes: int, path: PathLike) -> StockHeader:
     """Checks the JSON header `raw` of a file of `file_bytes`: names, dtypes, shapes, no gap, no overlap."""
     table = _parse_json(raw, path)
-    metadata = table.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CorruptCheckpoint(path, "__metadata__ is not a map of strings", offset_bytes=LENGTH_BYTES)
+    metadata = _parse_metadata(table.pop("__metadata__", {}), path)
     data_start = LENGTH_BYTES + len(raw)
+    # Layers repeat their shapes, so sizes are computed once for each.
+    sizes: _Sizes = {}
     tensors = sorted(
-        (_parse_tensor(name, item, data_start, path) for name, item in table.items()),
+        (_parse_tensor(name, item, data_start, sizes, path) for name, item in table.items()),
         key=lambda tensor: (tensor.offset_bytes, tensor.size_bytes),
     )
     end = data_start
@@ -128,9 +133,13 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata:
 
 
 def _refuse_other_kinds(start: bytes, path: PathLike) -> None:
-    text = start.lstrip().lower()
     if not start:
         raise TruncatedCheckpoint(path, expected_bytes=LENGTH_BYTES, actual_bytes=0)
+    # Looked at first: the length of a good header may look like the mark of another kind (640 like a pickle).
+    is_possible = int.from_bytes(start[:LENGTH_BYTES], "little") <= HEADER_BYTES_MAX
+    if is_possible and start[LENGTH_BYTES:].startswith(b"{"):
+        return
+    text = start.lstrip().lower()
     if text.startswith(b"version https://git-lfs"):
         raise UnsupportedFormat(path, "a git-lfs pointer, not the file itself; fetch it with `git lfs pull`")
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
@@ -169,34 +178,58 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return table
 
 
-def _parse_tensor(name: str, item: object, data_start: int, path: PathLike) -> StockTensor:
+def _parse_metadata(table: object, path: PathLike) -> dict[str, str]:
+    if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
+        raise CorruptCheckpoint(path, "__metadata__ is not a map of strings", offset_bytes=LENGTH_BYTES)
     try:
-        return _tensor(name, item, data_start)
+        # JSON can spell half of a surrogate pair, which no other encoding holds.
+        "".join((*table, *table.values())).encode()
+    except UnicodeEncodeError as error:
+        raise CorruptCheckpoint(
+            path, f"__metadata__ is not text ({error})", offset_bytes=LENGTH_BYTES
+        ) from error
+    return table
+
+
+def _parse_tensor(name: str, item: object, data_start: int, sizes: _Sizes, path: PathLike) -> StockTensor:
+    try:
+        return _tensor(name, item, data_start, sizes)
     except (ValueError, KeyError, TypeError) as error:
         reason = f"header entry {name[:200]!r} is not valid ({error})"
         raise CorruptCheckpoint(path, reason, offset_bytes=LENGTH_BYTES) from error
 
 
-def _tensor(name: str, item: object, data_start: int) -> StockTensor:
-    if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
+def _tensor(name: str, item: object, data_start: int, sizes: _Sizes) -> StockTensor:
+    if not isinstance(item, dict) or item.keys() != _TENSOR_KEYS:
         raise ValueError("it needs dtype, shape and data_offsets, and nothing else")
     check_name(name)
-    dtype = DTYPES_BY_STOCK.get(item["dtype"])
-    if dtype is None:
-        raise ValueError(f"dtype {item['dtype']!r} is unknown")
-    shape = tuple(item["shape"])
     start, end = item["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError("shape and offsets must be whole numbers, not negative")
+    numbers = (*item["shape"], start, end)
+    for number in numbers:
+        if type(number) is not int or number < 0:
+            raise ValueError("shape and offsets must be whole numbers, not negative")
+    key = (item["dtype"], numbers[:-2])
+    known = sizes.get(key)
+    if known is None:
+        known = sizes[key] = _size(*key)
+    dtype, shape, size_bytes = known
+    if end - start != size_bytes:
+        raise ValueError(f"{end - start} bytes at offset {start}, but shape {list(shape)} needs {size_bytes}")
+    return StockTensor(
+        name=name, dtype=dtype, shape=shape, offset_bytes=data_start + start, size_bytes=size_bytes
+    )
+
+
+def _size(stock_dtype: str, stock_shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+    """The dtype and shape in our terms, and the bytes they need."""
+    dtype = DTYPES_BY_STOCK.get(stock_dtype)
+    if dtype is None:
+        raise ValueError(f"dtype {stock_dtype!r} is unknown")
+    shape = stock_shape
     if dtype.stock_packing > 1:
         if not shape or shape[-1] % dtype.stock_packing:
             raise ValueError(
                 f"the last dimension of {dtype.stock} must be a multiple of {dtype.stock_packing}"
             )
         shape = (*shape[:-1], shape[-1] // dtype.stock_packing)
-    size_bytes = size_of(dtype.name, shape)
-    if end - start != size_bytes:
-        raise ValueError(f"{end - start} bytes at offset {start}, but shape {list(shape)} needs {size_bytes}")
-    return StockTensor(
-        name=name, dtype=dtype.name, shape=shape, offset_bytes=data_start + start, size_bytes=size_bytes
-    )
+    return dtype.name, shape, size_of(dtype.name, shape)

@@ -34,7 +34,7 @@ _VALUES: tuple[Any, ...] = (
     *([], [0], [[]], [-1, 2**63], ["a"], {}, {"a": 1}, {"a": {"a": []}}),
 )
 _MORE_IN_MSGPACK: tuple[Any, ...] = (b"", b"\xff", b"\xff" * 8, struct.pack("<Q", 2**63), -(2**63))
-_MORE_IN_JSON: tuple[Any, ...] = (2**70, -(2**70), 10**4000)
+_MORE_IN_JSON: tuple[Any, ...] = (2**70, -(2**70), 10**4000, "\ud800", "n" * 5000)
 
 
 def places(document: Any, path: Way = ()) -> Iterator[Way]:

@@ -20,9 +20,12 @@ from ckptio.errors import (
     DeviceError,
     InsufficientSpace,
     MissingFile,
+    ModelMismatch,
     NativeMissing,
     PoolExhausted,
+    SharedTensors,
     TruncatedCheckpoint,
+    UnsaveableTensor,
     UnsupportedFormat,
 )
 from ckptio.export import export
@@ -41,7 +44,10 @@ from ckptio.reader import Reader, ReadReport
 from ckptio.writer import Progress
 
 if TYPE_CHECKING:
+    from ckptio import transformers
     from ckptio._native import CancelToken, Mapping
+    from ckptio.lazy import Checkpoint, open
+    from ckptio.safetensors_face import load_file, save_file
     from ckptio.state_dict import save
     from ckptio.torch import load, tensors
 
@@ -51,6 +57,7 @@ __all__ = [
     "CHUNK_SIZE_BYTES",
     "CancelToken",
     "Cancelled",
+    "Checkpoint",
     "CheckpointExists",
     "ChunkPool",
     "CkptioError",
@@ -72,6 +79,7 @@ __all__ = [
     "Manifest",
     "Mapping",
     "MissingFile",
+    "ModelMismatch",
     "NativeMissing",
     "NativeStatus",
     "PartitionInfo",
@@ -81,11 +89,13 @@ __all__ = [
     "Progress",
     "ReadReport",
     "Reader",
+    "SharedTensors",
     "Slice",
     "Source",
     "TensorEntry",
     "TierReport",
     "TruncatedCheckpoint",
+    "UnsaveableTensor",
     "UnsupportedFormat",
     "balanced",
     "by_device_map",
@@ -94,19 +104,27 @@ __all__ = [
     "cuda_status",
     "export",
     "load",
+    "load_file",
     "map_chunks",
     "native_status",
+    "open",
     "plan_conversion",
     "read_index",
     "read_layout",
     "read_manifest",
     "save",
+    "save_file",
     "tensors",
+    "transformers",
     "verify",
 ]
 
 # Names whose module costs an import of torch, or needs the extension.
 _LATE = {
+    "Checkpoint": "ckptio.lazy",
+    "open": "ckptio.lazy",
+    "load_file": "ckptio.safetensors_face",
+    "save_file": "ckptio.safetensors_face",
     "CancelToken": "ckptio._native",
     "Mapping": "ckptio._native",
     "load": "ckptio.torch",
@@ -116,6 +134,8 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "transformers":
+        return importlib.import_module("ckptio.transformers")
     if name not in _LATE:
         raise AttributeError(f"module 'ckptio' has no attribute {name!r}")
     if _LATE[name] == "ckptio._native":

@@ -15,7 +15,16 @@ from ckptio.partitioning import Partitioning, Share, balanced, divide
 from ckptio.plan import Extent, Member, PartitionLayout, load_order, plan_layout
 from ckptio.resume import fingerprint_of
 from ckptio.slicing import BLOCK_BYTES, CutBytes
-from ckptio.source import SAFETENSORS, TORCH, ShardTensor, StockSource, find_rest, find_weights, open_source
+from ckptio.source import (
+    SAFETENSORS,
+    TORCH,
+    ShardTensor,
+    StockSource,
+    find_rest,
+    find_weights,
+    open_source,
+    recorded_ties,
+)
 from ckptio.writer import Content
 
 
@@ -77,13 +86,14 @@ def opened_input(
     `partitioning` as a number divides the tensors over that many GPUs in load order. Raises `MissingFile`,
     `UnsupportedFormat` (also for a plan that does not fit), `CorruptCheckpoint`, `TruncatedCheckpoint`.
     """
-    name = source_name or os.fspath(source)
+    # A path may have bytes that are no text; the manifest is text.
+    name = source_name or os.fsencode(source).decode(errors="replace")
     with ExitStack() as stack:
         if _is_torch(source):
             whole = _torch_input(source, Source(name=name, kind="torch", revision=revision))
         else:
             origin = Source(name=name, kind="safetensors", revision=revision)
-            whole = _stock_input(open_source(source), origin, stack)
+            whole = _stock_input(open_source(source), source, origin, stack)
         if partitioning is None:
             yield whole
             return
@@ -139,10 +149,10 @@ def _torch_input(source: Path, origin: Source) -> Input:
     return Input(content=content, places=places, weights=found.files, ignored=rest.ignored)
 
 
-def _stock_input(stock: StockSource, origin: Source, stack: ExitStack) -> Input:
+def _stock_input(stock: StockSource, path: Path, origin: Source, stack: ExitStack) -> Input:
     paths = tuple(sorted({shard.file for shard in stock.tensors}))
     descriptors = {path: stack.enter_context(opened(path)) for path in paths}
-    ties = _recorded_ties(stock)
+    ties = recorded_ties(stock, path)
     tensors = sorted(stock.tensors, key=lambda shard: load_order(shard.tensor.name))
     tied_names = {name for group in ties.values() for name in group}
     content = Content(
@@ -157,16 +167,6 @@ def _stock_input(stock: StockSource, origin: Source, stack: ExitStack) -> Input:
     )
     places = [(os.fspath(shard.file), shard.tensor.offset_bytes) for shard in tensors]
     return Input(content=content, places=places, weights=paths, ignored=stock.ignored)
-
-
-def _recorded_ties(stock: StockSource) -> dict[str, list[str]]:
-    """Kept tensor -> names tied to it: safetensors stores one of them and notes the others as metadata."""
-    sizes = {shard.tensor.name: shard.tensor.size_bytes for shard in stock.tensors}
-    ties: dict[str, list[str]] = {}
-    for name, kept in stock.metadata.items():
-        if name != "format" and name not in sizes and sizes.get(kept, 0) > 0:
-            ties.setdefault(kept, []).append(name)
-    return ties
 
 
 def _extent(shard: ShardTensor, tied: list[str] | tuple[str, ...]) -> Extent:

@@ -10,12 +10,11 @@ from pathlib import Path
 from ckptio.checkpoint import check_sizes, read_checkpoint
 from ckptio.collector import collector_paused
 from ckptio.dtypes import DTYPES
-from ckptio.errors import CorruptCheckpoint, PathLike
+from ckptio.errors import PathLike
 from ckptio.index import Index, IndexPartition
-from ckptio.index_rules import check_name
 from ckptio.manifest import INDEX_FILE, MANIFEST_FILE, Manifest, partition_file
 from ckptio.plan import CHUNK_SIZE_BYTES
-from ckptio.source import StockSource, open_source
+from ckptio.source import StockSource, open_source, recorded_ties
 from ckptio.stock import StockTensor
 
 
@@ -68,7 +67,7 @@ def _read_layout(path: Path) -> Layout:
 def _stock_index(stock: StockSource, files: Sequence[Path], path: Path) -> Index:
     """The columns of an index, in order of file and offset; tied names follow the tensor that is stored."""
     number_of = {file: number for number, file in enumerate(files)}
-    ties = _recorded_ties(stock, path)
+    ties = recorded_ties(stock, path)
     shards = sorted(
         ((number_of[shard.file], shard.tensor.offset_bytes, shard.tensor) for shard in stock.tensors),
         key=lambda place: place[:2],
@@ -93,21 +92,6 @@ def _stock_index(stock: StockSource, files: Sequence[Path], path: Path) -> Index
         aliases=tuple(aliases),
         metadata=dict(stock.metadata),
     )
-
-
-def _recorded_ties(stock: StockSource, path: Path) -> dict[str, list[str]]:
-    """Kept tensor -> names tied to it: safetensors stores one of them and notes the others as metadata."""
-    sizes = {shard.tensor.name: shard.tensor.size_bytes for shard in stock.tensors}
-    ties: dict[str, list[str]] = {}
-    for name, kept in stock.metadata.items():
-        if name == "format" or name in sizes or sizes.get(kept, 0) == 0:
-            continue
-        try:
-            check_name(name)
-        except ValueError as error:
-            raise CorruptCheckpoint(path, f"__metadata__ ties {kept!r} to a bad name: {error}") from error
-        ties.setdefault(kept, []).append(name)
-    return ties
 
 
 def _partition(file: Path) -> IndexPartition:

@@ -19,6 +19,9 @@ MANIFEST_FORMAT = "ckptio"
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = "index.msgpack"
 
+# The limit of every file system that matters.
+FILE_NAME_BYTES_MAX = 255
+
 # A manifest lists one line per copied file; a few kB is usual, and more than this is not one.
 MANIFEST_BYTES_MAX = 4 * 1024 * 1024
 
@@ -152,6 +155,8 @@ def spell_digest(digest: int) -> str:
 def check_file_name(name: str) -> None:
     """Raises ValueError when `name` could leave the directory it is relative to, or is no plain file name."""
     pieces = name.split("/")
+    if any(len(piece.encode()) > FILE_NAME_BYTES_MAX for piece in pieces):
+        raise ValueError(f"file name {name[:40]!r}… is longer than {FILE_NAME_BYTES_MAX} bytes")
     if not name or "\\" in name or "\0" in name or any(piece in ("", ".", "..") for piece in pieces):
         raise ValueError(f"file name {name!r} is not a plain relative name")
 
@@ -242,6 +247,7 @@ def _dtype(name: object) -> str:
 def _text(value: object) -> str:
     if type(value) is not str:
         raise ValueError(f"{value!r} is not text")
+    value.encode()  # JSON can spell half a character, which nothing can write; that is a ValueError too
     return value
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ckptio.errors import CorruptCheckpoint, MissingFile, PathLike, UnsupportedFormat
 from ckptio.files import read_bounded
+from ckptio.index_rules import check_name
 from ckptio.manifest import INDEX_FILE, MANIFEST_FILE, check_file_name
 from ckptio.stock import StockHeader, StockTensor, read_header
 
@@ -84,10 +85,10 @@ class StockSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The weight files of a source; `owner_of` tells the file name of each tensor where an index does."""
+    """The weight files of a source; `owner_of` tells the file of each tensor where an index does."""
 
     files: tuple[Path, ...]
-    owner_of: Mapping[str, str] | None = None
+    owner_of: Mapping[str, Path] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +114,30 @@ def open_source(source: Path) -> StockSource:
         metadata.update(header.metadata)
     rest = find_rest(source, found.files)
     return StockSource(
-        tensors=_select_tensors(headers, found.owner_of, source),
+        tensors=_select_tensors(headers, found.owner_of),
         metadata=metadata,
         architecture=rest.architecture,
         other_files=rest.other_files,
         ignored=rest.ignored,
     )
+
+
+def recorded_ties(stock: StockSource, path: Path) -> dict[str, list[str]]:
+    """Kept tensor -> names tied to it: safetensors stores one of them and notes the others as metadata.
+
+    Raises `CorruptCheckpoint` for a name that no tensor can have.
+    """
+    sizes = {shard.tensor.name: shard.tensor.size_bytes for shard in stock.tensors}
+    ties: dict[str, list[str]] = {}
+    for name, kept in stock.metadata.items():
+        if name == "format" or name in sizes or sizes.get(kept, 0) == 0:
+            continue
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise CorruptCheckpoint(path, f"__metadata__ ties {kept!r} to a bad name: {error}") from error
+        ties.setdefault(kept, []).append(name)
+    return ties
 
 
 def find_weights(source: Path, naming: Naming) -> Found | None:
@@ -137,8 +156,8 @@ def find_weights(source: Path, naming: Naming) -> Found | None:
     preferred = source / naming.index
     if preferred in indexes or len(indexes) == 1:
         index_path = preferred if preferred in indexes else indexes[0]
-        owner_of = _read_shard_index(index_path)
-        files = _existing([source / name for name in sorted(set(owner_of.values()))], index_path)
+        owner_of = {name: source / file for name, file in _read_shard_index(index_path).items()}
+        files = _existing(sorted(set(owner_of.values())), index_path)
         return Found(files=files, owner_of=owner_of)
     return _find_by_name(source, naming)
 
@@ -201,25 +220,23 @@ def read_json_object(path: Path, size_bytes_max: int) -> dict[str, object]:
 
 
 def _select_tensors(
-    headers: Mapping[Path, StockHeader], owner_of: Mapping[str, str] | None, source: Path
+    headers: Mapping[Path, StockHeader], owner_of: Mapping[str, Path] | None
 ) -> tuple[ShardTensor, ...]:
     found: dict[str, ShardTensor] = {}
     for file, header in headers.items():
         for tensor in header.tensors:
             if owner_of is not None and tensor.name not in owner_of:
                 raise CorruptCheckpoint(file, f"tensor {tensor.name!r} is not in the index of the checkpoint")
-            if owner_of is not None and owner_of[tensor.name] != file.name:
+            if owner_of is not None and owner_of[tensor.name] != file:
                 continue
             if tensor.name in found:
                 raise CorruptCheckpoint(
                     file, f"tensor {tensor.name!r} is also in {found[tensor.name].file.name}"
                 )
             found[tensor.name] = ShardTensor(tensor=tensor, file=file)
-    for name, file_name in (owner_of or {}).items():
+    for name, file in (owner_of or {}).items():
         if name not in found:
-            raise CorruptCheckpoint(
-                source / file_name, f"tensor {name!r} is missing, the index says it is here"
-            )
+            raise CorruptCheckpoint(file, f"tensor {name!r} is missing, the index says it is here")
     return tuple(found.values())
 
 
@@ -261,6 +278,10 @@ def find_rest(source: Path, weights: Collection[Path]) -> Rest:
 
 
 def _refuse_reserved(relative: str, path: PathLike) -> None:
+    try:
+        relative.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedFormat(path, "has a name that is not UTF-8; rename it") from None
     if relative in (MANIFEST_FILE, INDEX_FILE) or re.fullmatch(r"partition_\d+\.bin", relative):
         raise UnsupportedFormat(path, "has a name that ckptio needs for itself; rename it")
 

@@ -13,6 +13,7 @@ import torch
 
 from ckptio.checkpoint import check_chunk
 from ckptio.collector import collector_paused
+from ckptio.devices import DeviceBuffer, cuda_status
 from ckptio.dtypes import DTYPES
 from ckptio.errors import PathLike, UnsupportedFormat
 from ckptio.files import opened, read_exactly
@@ -46,8 +47,8 @@ def load(
     `path` is a checkpoint of ckptio, whose every chunk is verified unless `verify` is off, or safetensors as
     they were published (see `read_layout`), which have nothing to verify. All tensors of a partition share
     one storage; only those that their file holds unaligned are copies. `device` may be one for each
-    partition; on another device than the CPU each partition is copied once. Raises the errors of
-    `read_layout`, and `CorruptCheckpoint` for a chunk that is not what was written.
+    partition; chunks go to a GPU while others are read. Raises the errors of `read_layout`,
+    `CorruptCheckpoint` for a chunk that is not what was written, and `DeviceError`.
     """
     return load_layout(read_layout(path), device, verify=verify)
 
@@ -60,14 +61,14 @@ def load_layout(
 ) -> dict[str, torch.Tensor]:
     """`load` of a checkpoint whose layout was read before."""
     devices = _devices(device, len(layout.files))
+    is_verified = verify and layout.is_verified
+    if any(target.type == "cuda" for target in devices) and not cuda_status().reason:
+        return _views(layout.index, _read_onto_gpus(layout, devices, is_verified))
     with ExitStack() as stack:
         read: _ReadPartition = _read_python
         if native_status().is_loaded:
             read = _native_read(stack)
-        bases = [
-            read(layout, number, verify and layout.is_verified).to(target)
-            for number, target in enumerate(devices)
-        ]
+        bases = [read(layout, number, is_verified).to(target) for number, target in enumerate(devices)]
     return _views(layout.index, bases)
 
 
@@ -182,6 +183,31 @@ def _typed(base: torch.Tensor, dtype: str) -> torch.Tensor:
             INDEX_FILE, f"torch {torch.__version__} has no dtype {dtype}; use a newer one"
         )
     return base[: len(base) // item_size_bytes * item_size_bytes].view(torch_dtype)
+
+
+def _read_onto_gpus(layout: Layout, devices: Sequence[torch.device], is_verified: bool) -> list[torch.Tensor]:
+    """The bytes of each partition on its device, through a small pool that lives as long as this call."""
+    from ckptio.loader import load_layout_onto
+
+    parts = layout.index.partitions
+    bases = [
+        torch.empty(max(part.padded_bytes, 1), dtype=torch.uint8, device=target)
+        for part, target in zip(parts, devices, strict=True)
+    ]
+    with ExitStack() as stack:
+        for target in {base.device for base in bases if base.is_cuda}:
+            # Memory that torch used before may have kernels on their way to it.
+            torch.cuda.synchronize(target)
+        buffers = [
+            stack.enter_context(
+                DeviceBuffer.borrow(
+                    f"cuda:{base.device.index}" if base.is_cuda else "host", base.data_ptr(), len(base), base
+                )
+            )
+            for base in bases
+        ]
+        load_layout_onto(layout, buffers, verify=is_verified)
+    return bases
 
 
 def _native_read(stack: ExitStack) -> _ReadPartition:

@@ -59,9 +59,8 @@ def open_torch(found: Found) -> tuple[ShardExtent, ...]:
                 owner[member.name] = file
             payload = _ShardBytes(shards, file, number)
             extents.append(ShardExtent(file=file, number=number, extent=extent, payload=payload))
-    for name, file_name in (found.owner_of or {}).items():
+    for name, file in (found.owner_of or {}).items():
         if name not in owner:
-            file = found.files[0].parent / file_name
             raise CorruptCheckpoint(file, f"tensor {name!r} is missing, the index says it is here")
     return tuple(_in_order(extents))
 
@@ -84,7 +83,7 @@ def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 class _Shards:
     """Keeps the shard open that was asked for last."""
 
-    def __init__(self, owner_of: Mapping[str, str] | None) -> None:
+    def __init__(self, owner_of: Mapping[str, Path] | None) -> None:
         self._owner_of = owner_of
         self._file: Path | None = None
         self._state = (0, 0)
@@ -111,7 +110,7 @@ class _Shards:
         for name in tensors:
             if name not in self._owner_of:
                 raise CorruptCheckpoint(file, f"tensor {name!r} is not in the index of the checkpoint")
-        return {name: tensor for name, tensor in tensors.items() if self._owner_of[name] == file.name}
+        return {name: tensor for name, tensor in tensors.items() if self._owner_of[name] == file}
 
 
 @dataclass(frozen=True, slots=True)

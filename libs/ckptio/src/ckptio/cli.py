@@ -1,4 +1,4 @@
-"""The `ckptio` command: convert, export, inspect, verify, doctor. Progress goes to standard error."""
+"""The `ckptio` command: convert, export, inspect, verify, bench, doctor. Progress goes to standard error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from ckptio.checkpoint import read_checkpoint, verify
-from ckptio.convert import convert
-from ckptio.errors import CkptioError
+from ckptio.convert import ConversionPlan, convert, plan_conversion
+from ckptio.errors import CkptioError, UnsupportedFormat
 from ckptio.export import export
+from ckptio.index import Index
 from ckptio.manifest import Manifest
 from ckptio.native import native_status
+from ckptio.partitioning import Partitioning, by_device_map, by_tensor_parallel
+from ckptio.source import read_json_object
 from ckptio.writer import Progress
+
+# A plan names modules; a few MB are enough for any model.
+PLAN_BYTES_MAX = 16 * 1024 * 1024
 
 _GIB = 1024**3
 
@@ -29,20 +36,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ckptio: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("ckptio: interrupted, nothing was left behind", file=sys.stderr)
+        print(
+            "ckptio: interrupted; run the same command again to finish",
+            file=sys.stderr,
+        )
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
+    from ckptio.bench.cli import add_parser  # here: the bench builds on all else
+
     parser = argparse.ArgumentParser(prog="ckptio", description="Checkpoints made for loading.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("convert", help="convert a safetensors model directory")
-    command.add_argument("source", type=Path, help="directory, or one .safetensors file")
+    command = commands.add_parser("convert", help="convert a model directory of safetensors or torch files")
+    command.add_argument("source", type=Path, help="directory, or one .safetensors, .bin, .pt or .pth file")
     command.add_argument("destination", type=Path, help="directory to make")
     command.add_argument("--name", help="what to record as the source, such as a hub id (default: the path)")
     command.add_argument("--revision", help="revision of the source to record")
     command.add_argument("--overwrite", action="store_true", help="replace a checkpoint at the destination")
+    command.add_argument(
+        "--no-resume",
+        action="store_false",
+        dest="resume",
+        help="start from the beginning, and leave nothing behind when interrupted",
+    )
+    command.add_argument("--dry-run", action="store_true", help="say what would be done and write nothing")
+    command.add_argument("--gpus", type=int, metavar="N", help="divide the tensors over N GPUs")
+    plans = command.add_mutually_exclusive_group()
+    plans.add_argument(
+        "--device-map", type=Path, metavar="FILE.json", help='GPUs of modules: {"model.layers.0": 0, "": 1}'
+    )
+    plans.add_argument(
+        "--tp-plan",
+        type=Path,
+        metavar="FILE.json",
+        help='tensor parallelism over the GPUs of --gpus: {"layers.*.mlp.up_proj": "colwise", ...}',
+    )
     command.set_defaults(run=_convert)
 
     command = commands.add_parser("export", help="write a checkpoint as safetensors again")
@@ -61,22 +91,63 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("checkpoint", type=Path)
     command.set_defaults(run=_verify)
 
+    add_parser(commands)
+
     command = commands.add_parser("doctor", help="show what this machine offers to the loader")
     command.set_defaults(run=_doctor)
     return parser
 
 
 def _convert(options: argparse.Namespace) -> int:
+    partitioning = _partitioning(options)
+    if options.dry_run:
+        _print_plan(plan_conversion(options.source, options.destination, partitioning=partitioning))
+        return 0
     manifest = convert(
         options.source,
         options.destination,
         source_name=options.name,
         revision=options.revision,
+        partitioning=partitioning,
         overwrite=options.overwrite,
+        resume=options.resume,
         progress=_progress_line(),
     )
     print(f"{options.destination}: {_summary(manifest)}")
     return 0
+
+
+def _partitioning(options: argparse.Namespace) -> Partitioning | int | None:
+    file = options.device_map or options.tp_plan
+    if file is None:
+        return cast("int | None", options.gpus)
+    table = read_json_object(file, PLAN_BYTES_MAX)
+    try:
+        if options.tp_plan is None:
+            return by_device_map(cast("dict[str, int | str]", table))
+        if options.gpus is None:
+            raise ValueError("a tensor-parallel plan also needs --gpus")
+        return by_tensor_parallel(cast("dict[str, str]", table), options.gpus)
+    except ValueError as error:
+        raise UnsupportedFormat(file, str(error)) from error
+
+
+def _print_plan(plan: ConversionPlan) -> None:
+    size_bytes = sum(plan.partition_bytes)
+    print(f"{len(plan.tensors)} tensors, {size_bytes} bytes, from {plan.source_kind}; nothing is written")
+    print(f"architecture  {plan.architecture or 'unknown'}")
+    for path in plan.weights:
+        print(f"weights       {path}")
+    for number, partition_bytes in enumerate(plan.partition_bytes):
+        count = sum(tensor.partition == number for tensor in plan.tensors)
+        print(f"GPU {number:<9} {count} tensors, {partition_bytes} bytes")
+    for group in plan.ties:
+        print("shared        " + ", ".join(group))
+    for name in plan.files:
+        print(f"copied        {name}")
+    print(f"space         {plan.required_bytes} bytes needed, {plan.available_bytes} free")
+    for warning in plan.warnings:
+        print(f"warning       {warning}")
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -95,8 +166,12 @@ def _inspect(options: argparse.Namespace) -> int:
     print(_summary(manifest))
     print(f"architecture  {manifest.architecture or 'unknown'}")
     print(f"source        {manifest.source} ({manifest.source.kind})")
-    for partition in manifest.partitions:
-        print(f"partition     {partition.file}, {partition.size_bytes} bytes")
+    for number, partition in enumerate(manifest.partitions):
+        count = sum(gpu == number for gpu in index.partition)
+        print(f"GPU {number:<9} {partition.file}, {count} tensors, {partition.size_bytes} bytes")
+    for name, rows in index.rows_of_wholes().items():
+        if rows[0] in index.slices:
+            print(f"split         {name} {_share_of(index, rows)}")
     for group in index.aliases:
         print("shared        " + ", ".join(index.names[row] for row in group))
     if options.tensors:
@@ -105,6 +180,14 @@ def _inspect(options: argparse.Namespace) -> int:
             place = f"partition {entry.partition} offset {entry.offset_bytes}"
             print(f"{entry.name}  {entry.dtype} {list(entry.shape)}{stride}  {place}")
     return 0
+
+
+def _share_of(index: Index, rows: tuple[int, ...]) -> str:
+    part = index.slices[rows[0]]
+    gpus = ", ".join(str(index.partition[row]) for row in rows)
+    if part.dimension is None:
+        return f"{list(part.shape)}: a copy on GPU {gpus}"
+    return f"{list(part.shape)}: along dimension {part.dimension}, over GPU {gpus}"
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""`ckptio bench`: what loading costs on this machine, by every loader that is installed, in one run."""

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 DIR ?= .whimbrel
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup demo up down test check sanitize fuzz format bench models clean
+.PHONY: setup demo up down test check sanitize fuzz format bench bench-report models clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy libs/whimbrel/wire libs/whimbrel/chassis services/*/core
 	$(BIN)/python tools/settings_docs.py --check
+	$(BIN)/python tools/bench_report.py --check
 	$(BIN)/codespell
 	find libs/ckptio -name '*.[ch]pp' -not -path '*/build/*' -not -name _native.cpp -print0 | xargs -0 -r $(BIN)/clang-format --dry-run --Werror
 
@@ -54,8 +55,15 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pip install -q 'atheris>=3,<4'
 	PYTHON=$(BIN)/python libs/ckptio/fuzz/run.sh $(FUZZ_SECONDS)
 
+# Takes about an hour. The peers of ckptio that are installed are measured beside it.
 bench: $(STAMP) models
-	$(BIN)/whimbrel bench coldstart --models .models
+	mkdir -p docs/bench
+	$(BIN)/whimbrel bench coldstart --models .models --json > docs/bench/coldstart.json
+	$(BIN)/ckptio bench --ablation --plot docs/bench/ckptio.svg --json > docs/bench/ckptio.json
+	$(MAKE) bench-report
+
+bench-report: $(STAMP)
+	$(BIN)/python tools/bench_report.py
 
 clean:
 	rm -rf $(VENV) .whimbrel build libs/ckptio/build *.egg-info

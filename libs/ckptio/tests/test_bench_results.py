@@ -223,3 +223,18 @@ def test_the_text_puts_the_fastest_first_and_says_what_is_missing() -> None:
     assert [line.split()[0] for line in lines[4:6]] == ["ckptio", "torch"]
     assert "2.00 x" in lines[5]
     assert lines[-1] == "left out: runai: runai_model_streamer is not installed"
+
+
+def test_a_few_per_cent_are_also_told_by_the_bests_of_all_rounds() -> None:
+    """Medians of few rounds lose them in the spread of a shared disk."""
+    rows = by_name(
+        measured(
+            cold_ckptio=[1.05, 3.0, 1.2],
+            cold_ckptio__unverified=[2.0, 1.0, 1.3],
+            cold_ckptio__stock=[1.5, 1.25, 2],
+        )
+    )
+    assert rows["ckptio.verify.overhead_share"]["params"]["of_bests"] == pytest.approx(0.05)
+    assert rows["ckptio.stock.share_of_converted"]["params"]["of_bests"] == pytest.approx(0.84)
+    alone = by_name(measured(cold_ckptio=[1.0]))
+    assert "ckptio.verify.overhead_share" not in alone

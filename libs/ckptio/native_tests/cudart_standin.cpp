@@ -186,6 +186,11 @@ int cudaGetDeviceCount(int* count) {
     return kSuccess;
 }
 
+int cudaGetDevice(int* device) {
+    *device = current_device;
+    return kSuccess;
+}
+
 int cudaSetDevice(int device) {
     if (device < 0 || device >= kDevices) return note(kInvalidDevice);
     current_device = device;

@@ -42,6 +42,13 @@ std::vector<ChunkCopy> copies_of(const File& file, std::uint64_t target = 0) {
     return copies;
 }
 
+CopyResult finish(CopyPipeline& sink, bool is_dropping) {
+    sink.end(is_dropping);
+    while (!sink.wait(50)) {
+    }
+    return sink.result();
+}
+
 bool holds(const DeviceMemory& memory, const File& file) {
     std::vector<std::byte> bytes(file.bytes.size());
     memory.read(bytes.data(), 0, bytes.size());
@@ -63,7 +70,7 @@ TEST_CASE("a file larger than the ring arrives whole on a GPU") {
             const auto job =
                 threads.submit({{file.descriptors()}, true, true, file.chunks(nullptr), {}, sink});
             CHECK(wait_for(*job).outcome == Outcome::done);
-            const auto result = sink->finish(false);
+            const auto result = finish(*sink, false);
             CHECK(result.error == 0);
             CHECK(result.copied_bytes == file.bytes.size());
             CHECK(holds(memory, file));
@@ -93,7 +100,7 @@ TEST_CASE("two files go to two GPUs at once, and without pipelining only after t
             const auto job =
                 threads.submit({{first.descriptors(), second.descriptors()}, true, false, chunks, {}, sink});
             CHECK(wait_for(*job).outcome == Outcome::done);
-            CHECK(sink->finish(false).error == 0);
+            CHECK(finish(*sink, false).error == 0);
             CHECK(holds(left, first));
             CHECK(holds(right, second));
         }
@@ -101,6 +108,8 @@ TEST_CASE("two files go to two GPUs at once, and without pipelining only after t
     standin.check_nothing_left();
 }
 
+// The missing wait is a race on purpose, which ThreadSanitizer would stop at.
+#ifndef __SANITIZE_THREAD__
 TEST_CASE("a copy that has not been waited for has not arrived") {
     const StandIn standin;
     {
@@ -118,6 +127,7 @@ TEST_CASE("a copy that has not been waited for has not arrived") {
     }
     standin.check_nothing_left();
 }
+#endif
 
 TEST_CASE("cancelling at every chunk ends the load, and a place is never written while a copy reads it") {
     const StandIn standin;
@@ -137,7 +147,7 @@ TEST_CASE("cancelling at every chunk ends the load, and a place is never written
             *cancel = true;
             const auto outcome = wait_for(*job).outcome;
             CHECK((outcome == Outcome::cancelled || outcome == Outcome::done));
-            CHECK(sink->finish(true).error == 0);
+            CHECK(finish(*sink, true).error == 0);
             // The ring is ours again: writing to it must not race with a copy (ThreadSanitizer looks).
             std::fill_n(ring.data(), 2 * kChunkBytes, std::byte{0});
         }
@@ -160,7 +170,7 @@ TEST_CASE("a copy that fails, at every chunk, ends the load with the runtime's c
                 threads.submit({{file.descriptors()}, true, false, file.chunks(nullptr), {}, sink});
             const auto outcome = wait_for(*job).outcome;
             CHECK((outcome == Outcome::cancelled || outcome == Outcome::done));
-            const auto result = sink->finish(false);
+            const auto result = finish(*sink, false);
             standin.fail_after(-1);
             CHECK(result.error == 2);
             CHECK(std::string(result.operation) == "cudaMemcpyAsync");
@@ -188,7 +198,7 @@ TEST_CASE("chunks that are resident go straight on, the others are read") {
         faults.times = 1000;
         CHECK(wait_for(*threads.submit({{file.descriptors()}, true, false, chunks, {}, sink})).outcome ==
               Outcome::done);
-        CHECK(sink->finish(false).error == 0);
+        CHECK(finish(*sink, false).error == 0);
         CHECK(holds(memory, file));
     }
     standin.check_nothing_left();

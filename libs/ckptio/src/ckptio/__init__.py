@@ -133,6 +133,10 @@ _LATE = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> Any:
     if name == "transformers":
         return importlib.import_module("ckptio.transformers")

@@ -5,11 +5,13 @@ from libcpp cimport bool as cbool
 from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
 from libcpp.vector cimport vector
+from posix.types cimport pid_t
 
 
 cdef extern from *:
     """
     #include <new>
+    #include <system_error>
     #include "native/errors.hpp"
     // A GPU runtime's code becomes ckptio.DeviceError.
     static void ckptio_raise_device_error(int code, const char* operation) {
@@ -31,6 +33,10 @@ cdef extern from *:
             ckptio_raise_device_error(error.code(), error.what());
         } catch (const std::bad_alloc&) {
             PyErr_NoMemory();
+        } catch (const std::system_error& error) {
+            // Threads that could not be started.
+            errno = error.code().value();
+            PyErr_SetFromErrno(PyExc_OSError);
         } catch (const std::exception& error) {
             PyErr_SetString(PyExc_RuntimeError, error.what());
         }
@@ -119,7 +125,6 @@ cdef extern from "native/reader.hpp" namespace "ckptio" nogil:
         ReadResult result() except +ckptio_translate
 
     cdef cppclass CReaderThreads "ckptio::ReaderThreads":
-        CReaderThreads(unsigned threads) except +ckptio_translate
         shared_ptr[ReadJob] submit(ReadRequest request) except +ckptio_translate
 
 
@@ -133,7 +138,7 @@ cdef extern from "native/cuda.hpp" namespace "ckptio" nogil:
         int host_unregister(void* data) noexcept
 
     const CudaRuntime* cuda_get "ckptio::CudaRuntime::get"() noexcept
-    string cuda_load "ckptio::CudaRuntime::load"(const string& name) except +ckptio_translate
+    string cuda_load "ckptio::CudaRuntime::load"(const string& name, cbool is_loaded_only) except +ckptio_translate
     string cuda_describe "ckptio::CudaRuntime::describe"(int code) except +ckptio_translate
     void check_cuda(int code, const char* operation) except +ckptio_translate
     cdef unsigned HOST_REGISTER_PORTABLE "ckptio::kCudaHostRegisterPortable"
@@ -142,6 +147,7 @@ cdef extern from "native/cuda.hpp" namespace "ckptio" nogil:
 cdef extern from "native/device.hpp" namespace "ckptio" nogil:
     cdef cppclass CDeviceMemory "ckptio::DeviceMemory":
         CDeviceMemory() noexcept
+        CDeviceMemory(CDeviceMemory other) noexcept
         int device() noexcept
         byte* data() noexcept
         uint64_t size_bytes() noexcept
@@ -174,10 +180,33 @@ cdef extern from "native/pipeline.hpp" namespace "ckptio" nogil:
         double seconds
 
     cdef cppclass CCopyPipeline "ckptio::CopyPipeline"(ChunkSink):
-        CCopyPipeline(
-            vector[CopyTarget] targets, vector[ChunkCopy] copies, vector[byte*] ring, cbool is_pipelined
-        ) except +ckptio_translate
-        CopyResult finish(cbool is_dropping) except +ckptio_translate
+        uint64_t copied_bytes() noexcept
+        size_t chunk_count() noexcept
+        void end(cbool is_dropping) noexcept
+        cbool wait(int timeout_ms) except +ckptio_translate
+        CopyResult result() except +ckptio_translate
+
+
+cdef extern from *:
+    """
+    #include <memory>
+    #include "native/pipeline.hpp"
+    // What make_shared throws would not go through our translator.
+    static std::shared_ptr<ckptio::ReaderThreads> ckptio_make_threads(unsigned threads) {
+        return std::make_shared<ckptio::ReaderThreads>(threads);
+    }
+    static std::shared_ptr<ckptio::CopyPipeline> ckptio_make_pipeline(std::vector<ckptio::CopyTarget> targets,
+                                                                      std::vector<ckptio::ChunkCopy> copies,
+                                                                      std::vector<std::byte*> ring,
+                                                                      bool is_pipelined) {
+        return std::make_shared<ckptio::CopyPipeline>(std::move(targets), std::move(copies), std::move(ring),
+                                                      is_pipelined);
+    }
+    """
+    shared_ptr[CReaderThreads] ckptio_make_threads(unsigned threads) except +ckptio_translate
+    shared_ptr[CCopyPipeline] ckptio_make_pipeline(
+        vector[CopyTarget] targets, vector[ChunkCopy] copies, vector[byte*] ring, cbool is_pipelined
+    ) except +ckptio_translate nogil
 
 
 cdef extern from "native/faults.hpp" namespace "ckptio" nogil:
@@ -215,6 +244,8 @@ cdef class CancelToken:
 
 
 cdef class ReaderThreads:
+    # Threads do not survive a fork: in a child there is nothing to end.
+    cdef pid_t owner_pid
     # Shared with reads that are just being submitted, so that a concurrent close is safe.
     cdef shared_ptr[CReaderThreads] threads
 
@@ -227,15 +258,23 @@ cdef class DeviceMemory:
     # Copies that are under way: a close waits for nobody, so it refuses.
     cdef Py_ssize_t users
     cdef readonly bint is_closed
+    cdef pid_t owner_pid
     cdef object owner
 
     cdef _ensure_open(self)
+    cdef _free(self)
 
 
 cdef class CopyPipeline:
+    cdef pid_t owner_pid
     cdef shared_ptr[CCopyPipeline] pipeline
+    cdef uint64_t ring_chunk_bytes
     # What the copies go to and come from, kept open until `finish`.
     cdef list targets
     cdef Mapping ring_mapping
+    # What progress was reported up to.
+    cdef uint64_t told_bytes
 
+    cdef _ensure_open(self)
+    cdef _tell(self, progress)
     cdef _release(self)

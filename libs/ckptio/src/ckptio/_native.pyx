@@ -10,6 +10,7 @@ from libcpp cimport bool as cbool
 from libcpp.memory cimport make_shared, shared_ptr, static_pointer_cast
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
+from posix.unistd cimport _SC_PAGESIZE, getpid, sysconf
 
 cimport cython
 
@@ -18,6 +19,8 @@ ctypedef byte* bytep
 
 # How long a waiting caller may go without looking at signals (Ctrl-C).
 cdef int WAIT_MS = 50
+
+cdef uint64_t PAGE_BYTES = sysconf(_SC_PAGESIZE)
 
 
 def resident_bytes(int descriptor, uint64_t offset_bytes, uint64_t size_bytes):
@@ -119,6 +122,12 @@ cdef class Mapping:
     def __releasebuffer__(self, Py_buffer* buffer):
         self.views -= 1
 
+    def __dealloc__(self):
+        # Unmapping gigabytes takes a while, in which others can run.
+        cdef Region region = move(self.region)
+        with nogil:
+            region = Region()
+
     cdef _ensure_open(self):
         if self.is_closed:
             raise ValueError("the mapping is closed")
@@ -161,14 +170,21 @@ cdef class ReaderThreads:
     """Persistent threads that fill chunks from files."""
 
     def __cinit__(self, unsigned threads):
-        self.threads = make_shared[CReaderThreads](threads)
+        self.owner_pid = getpid()
+        self.threads = ckptio_make_threads(threads)
 
     def close(self):
-        """Cancels what runs, and joins the threads."""
+        """Cancels what has chunks left to read, and joins the threads."""
         cdef shared_ptr[CReaderThreads] threads
         threads.swap(self.threads)
+        if getpid() != self.owner_pid:
+            new shared_ptr[CReaderThreads](threads)  # never deleted: its threads are in another process
+            return
         with nogil:
             threads.reset()
+
+    def __dealloc__(self):
+        self.close()
 
     def read(self, Mapping target not None, chunks, files, bint is_verified, bint is_bounced, CancelToken cancel,
              CopyPipeline sink, progress):
@@ -193,11 +209,15 @@ cdef class ReaderThreads:
         cdef ChunkRead chunk
         cdef ReadFile file
         cdef uint64_t target_offset
+        cdef uint64_t room_bytes
+        # Mappings are whole pages, also where their size is not.
+        cdef uint64_t mapped_bytes = (target.region.size_bytes() + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
         request.is_verified = is_verified
         request.is_bounced = is_bounced
         if cancel is not None:
             request.cancel = cancel.flag
         if sink is not None:
+            sink._ensure_open()
             request.sink = static_pointer_cast[ChunkSink, CCopyPipeline](sink.pipeline)
         for file.buffered_descriptor, file.direct_descriptor in files:
             request.files.push_back(file)
@@ -205,18 +225,23 @@ cdef class ReaderThreads:
                 chunk.is_resident in chunks:
             if chunk.file >= request.files.size():
                 raise ValueError("a chunk of a file that was not given")
+            if chunk.offset_bytes % DIRECT_ALIGNMENT_BYTES:
+                raise ValueError("a chunk is not aligned for direct reads")
+            room_bytes = (chunk.size_bytes + DIRECT_ALIGNMENT_BYTES - 1) // DIRECT_ALIGNMENT_BYTES * DIRECT_ALIGNMENT_BYTES
             if target_offset_or_none is None:
-                if sink is None:
-                    raise ValueError("a chunk without a target needs a sink")
+                if sink is None or room_bytes > sink.ring_chunk_bytes:
+                    raise ValueError("a chunk without a target needs a sink with places as large")
                 chunk.target = NULL
             else:
                 target_offset = target_offset_or_none
-                if target_offset % DIRECT_ALIGNMENT_BYTES or chunk.offset_bytes % DIRECT_ALIGNMENT_BYTES:
+                if target_offset % DIRECT_ALIGNMENT_BYTES:
                     raise ValueError("a chunk is not aligned for direct reads")
-                if target_offset + chunk.size_bytes > target.region.size_bytes():
+                if room_bytes > mapped_bytes or target_offset > mapped_bytes - room_bytes:
                     raise ValueError("a chunk ends after its target")
                 chunk.target = target.region.data() + target_offset
             request.chunks.push_back(chunk)
+        if sink is not None and sink.pipeline.get().chunk_count() != request.chunks.size():
+            raise ValueError("the sink was made for another number of chunks")
         cdef shared_ptr[ReadJob] job
         cdef shared_ptr[CReaderThreads] threads = self.threads
         if threads.get() == NULL:
@@ -224,11 +249,12 @@ cdef class ReaderThreads:
         with nogil:
             job = threads.get().submit(move(request))
             threads.reset()
-        _follow(job.get(), progress)
+        _follow(job.get(), None if sink is not None else progress, sink, progress)
         return _wrap(job.get())
 
 
-cdef _follow(ReadJob* job, progress):
+cdef _follow(ReadJob* job, progress, CopyPipeline sink, sink_progress):
+    """Waits for a job. With a sink, what counts as progress is what has arrived there."""
     cdef uint64_t seen_bytes = 0
     cdef uint64_t done_bytes
     cdef cbool has_ended = False
@@ -239,6 +265,8 @@ cdef _follow(ReadJob* job, progress):
                 done_bytes = job.done_bytes()
             if done_bytes > seen_bytes and progress is not None:
                 progress(done_bytes)
+            if sink is not None:
+                sink._tell(sink_progress)
             seen_bytes = done_bytes
             PyErr_CheckSignals()
     finally:
@@ -269,6 +297,7 @@ cdef class DeviceMemory:
     def allocate(int device, uint64_t size_bytes):
         """New memory, of nobody knows which content."""
         cdef DeviceMemory self = DeviceMemory.__new__(DeviceMemory)
+        self.owner_pid = getpid()
         with nogil:
             self.memory = memory_allocate(device, size_bytes)
         return self
@@ -277,6 +306,7 @@ cdef class DeviceMemory:
     def open(int device, const unsigned char[:] handle, uint64_t size_bytes):
         """Memory that another process described with `ipc_handle`."""
         cdef DeviceMemory self = DeviceMemory.__new__(DeviceMemory)
+        self.owner_pid = getpid()
         cdef CudaIpcHandle c_handle
         if handle.shape[0] != sizeof(c_handle.bytes):
             raise ValueError(f"a handle has {sizeof(c_handle.bytes)} bytes, not {handle.shape[0]}")
@@ -289,6 +319,7 @@ cdef class DeviceMemory:
     def borrow(int device, uint64_t address, uint64_t size_bytes, owner):
         """Memory that `owner` owns; it lives as long as this object."""
         cdef DeviceMemory self = DeviceMemory.__new__(DeviceMemory)
+        self.owner_pid = getpid()
         self.memory = memory_borrow(device, <byte*>address, size_bytes)
         self.owner = owner
         return self
@@ -334,20 +365,30 @@ cdef class DeviceMemory:
         if self.users > 0:
             raise BufferError(f"{self.users} copies use the memory")
         self.is_closed = True
+        self._free()
+        self.owner = None
+
+    def __dealloc__(self):
+        self._free()
+
+    cdef _free(self):
         cdef CDeviceMemory memory = move(self.memory)
+        if getpid() != self.owner_pid:
+            new CDeviceMemory(move(memory))  # never deleted: it belongs to another process
+            return
         with nogil:
             memory = CDeviceMemory()
-        self.owner = None
 
     cdef _ensure_open(self):
         if self.is_closed:
             raise ValueError("the device memory is closed")
 
 
+@cython.no_gc_clear
 cdef class CopyPipeline:
     """Copiers that take chunks as they are read: one per target."""
 
-    def __cinit__(self, targets, copies, Mapping ring_mapping, ring_offsets_bytes, uint64_t ring_chunk_bytes,
+    def __cinit__(self, targets, copies, Mapping ring_mapping not None, ring_offsets_bytes, uint64_t ring_chunk_bytes,
                   bint is_pipelined):
         """`targets` are DeviceMemory; `copies` are (target, offset_bytes, size_bytes) of each chunk of the read."""
         cdef vector[CopyTarget] c_targets
@@ -357,8 +398,17 @@ cdef class CopyPipeline:
         cdef ChunkCopy copy
         cdef DeviceMemory memory
         cdef uint64_t offset
+        self.owner_pid = getpid()
+        self.ring_chunk_bytes = ring_chunk_bytes
+        self.targets = []
+        # From here on nobody can close what the addresses are of.
+        ring_mapping._ensure_open()
+        self.ring_mapping = ring_mapping
+        ring_mapping.views += 1
         for memory in targets:
             memory._ensure_open()
+            memory.users += 1
+            self.targets.append(memory)
             c_target.device = memory.memory.device()
             c_target.data = memory.memory.data()
             c_targets.push_back(c_target)
@@ -366,51 +416,88 @@ cdef class CopyPipeline:
             if copy.target >= c_targets.size():
                 raise ValueError("a copy to a target that was not given")
             memory = targets[copy.target]
-            if copy.offset_bytes + copy.size_bytes > memory.memory.size_bytes():
+            if copy.size_bytes > memory.memory.size_bytes() or \
+                    copy.offset_bytes > memory.memory.size_bytes() - copy.size_bytes:
                 raise ValueError("a copy ends after its target")
             c_copies.push_back(copy)
         for offset in ring_offsets_bytes:
             if offset % DIRECT_ALIGNMENT_BYTES or offset + ring_chunk_bytes > ring_mapping.region.size_bytes():
                 raise ValueError("a place of the ring is not in the mapping")
             ring.push_back(ring_mapping.region.data() + offset)
-        self.targets = []
-        ring_mapping._ensure_open()
         with nogil:
-            self.pipeline = make_shared[CCopyPipeline](c_targets, c_copies, ring, is_pipelined)
-        self.ring_mapping = ring_mapping
-        ring_mapping.views += 1
-        for memory in targets:
-            memory.users += 1
-            self.targets.append(memory)
+            self.pipeline = ckptio_make_pipeline(c_targets, c_copies, ring, is_pipelined)
 
-    def finish(self, bint is_dropping):
-        """Waits for the copies, or drops what has not started. Returns (code, operation, copied_bytes, seconds)."""
+    @property
+    def copied_bytes(self):
+        """What has arrived; 0 when the pipeline has finished."""
+        return self.pipeline.get().copied_bytes() if self.pipeline.get() != NULL else 0
+
+    def finish(self, bint is_dropping, CancelToken cancel, progress):
+        """Waits for the copies, or drops what has not started, also when `cancel` or an exception says so.
+
+        Returns (code, operation, copied_bytes, seconds, was_cancelled).
+        """
+        self._ensure_open()
+        cdef shared_ptr[CCopyPipeline] pipeline = self.pipeline
+        cdef cbool has_ended = False
+        cdef cbool was_cancelled = False
+        cdef CopyResult result
+        pipeline.get().end(is_dropping)
+        try:
+            while not has_ended:
+                with nogil:
+                    has_ended = pipeline.get().wait(WAIT_MS)
+                if not is_dropping:
+                    self._tell(progress)
+                if not has_ended and not was_cancelled and cancel is not None and cancel.flag.get().load():
+                    was_cancelled = True
+                    pipeline.get().end(True)
+                PyErr_CheckSignals()
+        finally:
+            # What is on its way reads from chunks and writes to targets: nobody returns before it has arrived.
+            if not has_ended:
+                pipeline.get().end(True)
+            while not has_ended:
+                with nogil:
+                    has_ended = pipeline.get().wait(WAIT_MS)
+            result = pipeline.get().result()
+            pipeline.reset()
+            self._release()
+        return result.error, result.operation.decode(), result.copied_bytes, result.seconds, was_cancelled
+
+    cdef _tell(self, progress):
+        cdef uint64_t arrived = self.pipeline.get().copied_bytes()
+        if progress is not None and arrived > self.told_bytes:
+            self.told_bytes = arrived
+            progress(arrived)
+
+    cdef _ensure_open(self):
         if self.pipeline.get() == NULL:
             raise ValueError("the pipeline has finished")
-        cdef CopyResult result
-        cdef shared_ptr[CCopyPipeline] pipeline = self.pipeline
-        with nogil:
-            result = pipeline.get().finish(is_dropping)
-        self._release()
-        return result.error, result.operation.decode(), result.copied_bytes, result.seconds
 
     cdef _release(self):
-        self.pipeline.reset()
-        for memory in self.targets:
-            (<DeviceMemory>memory).users -= 1
-        self.targets = []
+        cdef shared_ptr[CCopyPipeline] pipeline
+        pipeline.swap(self.pipeline)
+        if getpid() != self.owner_pid:
+            new shared_ptr[CCopyPipeline](pipeline)  # never deleted: its threads are in another process
+        else:
+            with nogil:
+                pipeline.reset()
+        if self.targets is not None:
+            for memory in self.targets:
+                (<DeviceMemory>memory).users -= 1
+            self.targets = []
         if self.ring_mapping is not None:
             self.ring_mapping.views -= 1
             self.ring_mapping = None
 
     def __dealloc__(self):
-        if self.pipeline.get() != NULL:
-            self._release()
+        self._release()
 
 
-def load_cuda(name):
-    """Loads the CUDA runtime library `name`; returns why it could not, or an empty string."""
-    return cuda_load(name.encode()).decode()
+def load_cuda(name, *, bint is_loaded_only=False):
+    """Loads the CUDA runtime library `name` if it sees a GPU; returns why it could not, or an empty string."""
+    return cuda_load(name.encode(), is_loaded_only).decode()
 
 
 def cuda_device_count():

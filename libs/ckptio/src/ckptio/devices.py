@@ -8,7 +8,6 @@ import re
 import threading
 import warnings
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 # Names another library to load as the CUDA runtime, before all others.
 RUNTIME_VARIABLE = "CKPTIO_CUDA_RUNTIME"
 
-# By soname first: a process that has torch for CUDA has its runtime loaded already.
 _RUNTIMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so")
 _HOST = -1
 _NO_DEVICE = 100  # cudaErrorNoDevice
@@ -37,40 +35,51 @@ class CudaStatus:
     reason: str = ""
 
 
-@cache
+_status: CudaStatus | None = None
+
+
 def cuda_status() -> CudaStatus:
-    """Whether this process can load onto GPUs and, if not, why. Loads the runtime when first called."""
+    """Whether this process can load onto GPUs and, if not, why. Looks again as long as it can not."""
+    global _status
+    with _load_lock:
+        if _status is None:
+            found = _find_gpus()
+            if found.reason:
+                return found
+            _status = found
+        return _status
+
+
+def _find_gpus() -> CudaStatus:
     if not native_status().is_loaded:
         return CudaStatus(device_count=0, reason=native_status().reason)
     native = require_native()
-    with _load_lock:
-        reasons = []
-        for name in _candidates():
-            reason = native.load_cuda(name)
-            if not reason:
-                break
-            reasons.append(reason)
-        else:
-            return CudaStatus(device_count=0, reason="no CUDA runtime: " + "; ".join(reasons))
-    try:
-        count = native.cuda_device_count()
-    except DeviceError as error:
-        return CudaStatus(device_count=0, reason=str(error))
-    return CudaStatus(device_count=count, reason="" if count else "the CUDA runtime sees no GPU")
+    names = _candidates()
+    # What somebody else in this process has loaded already comes first: two runtimes do not share contexts.
+    if any(not native.load_cuda(name, is_loaded_only=True) for name in names):
+        return CudaStatus(device_count=native.cuda_device_count())
+    reasons = []
+    for name in names:
+        reason = native.load_cuda(name)
+        if not reason:
+            return CudaStatus(device_count=native.cuda_device_count())
+        reasons.append(reason)
+    return CudaStatus(device_count=0, reason="no CUDA runtime that sees a GPU: " + "; ".join(reasons))
 
 
 class DeviceBuffer:
     """Memory of one GPU, or of the host, that a checkpoint is loaded into."""
 
-    def __init__(self, memory: DeviceMemory, name: str) -> None:
+    def __init__(self, memory: DeviceMemory, name: str, *, is_ours: bool) -> None:
         self._memory = memory
         self.device = name
+        self._is_ours = is_ours
 
     @classmethod
     def allocate(cls, device: str, size_bytes: int) -> DeviceBuffer:
         """New memory on "cuda:0" or "host". Raises `DeviceError`, MemoryError."""
         number = device_number(device)
-        return cls(require_native().DeviceMemory.allocate(number, max(size_bytes, 1)), device)
+        return cls(require_native().DeviceMemory.allocate(number, max(size_bytes, 1)), device, is_ours=True)
 
     @classmethod
     def open(cls, device: str, handle: bytes, size_bytes: int) -> DeviceBuffer:
@@ -79,7 +88,7 @@ class DeviceBuffer:
         The other process keeps it allocated as long as this buffer is open. Raises `DeviceError`.
         """
         number = _gpu_number(device)
-        return cls(require_native().DeviceMemory.open(number, handle, size_bytes), device)
+        return cls(require_native().DeviceMemory.open(number, handle, size_bytes), device, is_ours=False)
 
     @classmethod
     def borrow(cls, device: str, address: int, size_bytes: int, owner: Any) -> DeviceBuffer:
@@ -108,9 +117,12 @@ class DeviceBuffer:
     def ipc_handle(self) -> bytes:
         """What another process needs to `open` this memory: 64 bytes.
 
-        Raises `DeviceError`, and ValueError for host memory.
+        Raises `DeviceError`, and ValueError for host memory and for memory that this object did not allocate:
+        a handle is of a whole allocation, and a tensor may begin anywhere in one.
         """
         _gpu_number(self.device)
+        if not self._is_ours:
+            raise ValueError("only memory from DeviceBuffer.allocate can be given to another process")
         return self.memory.ipc_handle()
 
     def read(self, offset_bytes: int = 0, size_bytes: int | None = None) -> bytearray:

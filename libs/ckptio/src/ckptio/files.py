@@ -9,12 +9,34 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptio.errors import CorruptCheckpoint, PathLike, TruncatedCheckpoint
 from ckptio.faults import writable_bytes
 
 _LIBC = ctypes.CDLL(None)
 _SYNC_FILE_RANGE_WRITE = ctypes.c_uint(2)
+
+
+class FileState(NamedTuple):
+    """What changes when a file is replaced or written to."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: PathLike | int) -> FileState:
+        """The state of a path, or of an open file."""
+        status = os.stat(file)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def check_unchanged(path: PathLike, file: PathLike | int, expected: FileState) -> None:
+    """Raises `CorruptCheckpoint` when a file is no longer what it was when its header was read."""
+    if FileState.of(file) != expected:
+        raise CorruptCheckpoint(path, "the file changed while it was read; start again")
 
 
 @contextmanager

@@ -56,6 +56,11 @@ def open_on_huge_tmpfs(name: str) -> int | None:
         os.close(mount)
 
 
+def is_hugetlb(descriptor: int) -> bool:
+    """Whether a file lies on hugetlbfs, whose blocks are its pages."""
+    return os.fstatvfs(descriptor).f_bsize >= HUGE_PAGE_BYTES
+
+
 def huge_pages_refusal(mapping: Mapping) -> str:
     """Why a pre-faulted mapping is not on huge pages; empty when it is."""
     huge_bytes = _huge_bytes(mapping.address, mapping.address + mapping.size_bytes)

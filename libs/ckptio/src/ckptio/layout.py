@@ -11,6 +11,7 @@ from ckptio.checkpoint import check_sizes, read_checkpoint
 from ckptio.collector import collector_paused
 from ckptio.dtypes import DTYPES
 from ckptio.errors import PathLike
+from ckptio.files import FileState, check_unchanged
 from ckptio.index import Index, IndexPartition
 from ckptio.manifest import INDEX_FILE, MANIFEST_FILE, Manifest, partition_file
 from ckptio.plan import CHUNK_SIZE_BYTES
@@ -23,13 +24,15 @@ class Layout:
     """The index of a checkpoint, and the file of each of its partitions.
 
     `is_verified` says whether the index has digests to verify the bytes with. `manifest` is None for a stock
-    checkpoint.
+    checkpoint. `states` are those of the files of a stock checkpoint when their headers were read: nothing
+    else tells whether the bytes are still those that the headers describe.
     """
 
     index: Index
     files: tuple[Path, ...]
     is_verified: bool
     manifest: Manifest | None
+    states: tuple[FileState, ...] = ()
 
     @property
     def is_aligned(self) -> bool:
@@ -58,10 +61,18 @@ def _read_layout(path: Path) -> Layout:
         check_sizes(path, index)
         files = tuple(path / partition_file(number) for number in range(len(index.partitions)))
         return Layout(index=index, files=files, is_verified=True, manifest=manifest)
+    before = {file: FileState.of(file) for file in _stock_files(path)}
     stock = open_source(path)
     files = tuple(sorted({shard.file for shard in stock.tensors}))
     index = _stock_index(stock, files, path)
-    return Layout(index=index, files=files, is_verified=False, manifest=None)
+    for file in files:
+        check_unchanged(file, file, before[file])
+    states = tuple(before[file] for file in files)
+    return Layout(index=index, files=files, is_verified=False, manifest=None, states=states)
+
+
+def _stock_files(path: Path) -> list[Path]:
+    return list(path.rglob("*.safetensors")) if path.is_dir() else [path] if path.exists() else []
 
 
 def _stock_index(stock: StockSource, files: Sequence[Path], path: Path) -> Index:

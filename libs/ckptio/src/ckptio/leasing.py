@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,9 @@ from ckptio.errors import PoolExhausted
 from ckptio.layout import Layout
 from ckptio.pool import ChunkPool
 from ckptio.residency import ChunkKey, ResidentChunks
+
+# Places of a ring for which others are evicted: one for each reader, and as many on their way to the device.
+RING_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +52,30 @@ class PoolLeases:
     def take(self, keys: Sequence[ChunkKey], *, may_be_ring: bool) -> Places:
         """Leases what is resident, and makes room for the rest by eviction.
 
-        Where there is too little room, all there is becomes a ring if `may_be_ring`. Raises `PoolExhausted`.
+        Where there is too little room for all, a few places become a ring if `may_be_ring`. Raises
+        `PoolExhausted`, having evicted nothing.
         """
         with self._lock:
             resident = self._residents.lease(keys)
             missing = [key for key in keys if key not in resident]
-            room = self._pool.free_chunks + self._residents.idle_chunks
-            if len(missing) > room and (not may_be_ring or room == 0):
+            try:
+                indices = self._make_room(len(missing), may_be_ring)
+            except BaseException:
                 self._residents.release(list(resident))
-                raise PoolExhausted(self._pool.path, requested_chunks=len(missing), free_chunks=room)
-            count = min(len(missing), room)
-            self._pool.free(self._residents.evict(max(count - self._pool.free_chunks, 0)))
-            indices = self._pool.allocate(count)
-        if count < len(missing):
+                raise
+        if len(indices) < len(missing):
             return Places(resident=resident, ring=indices)
         return Places(resident=resident, fresh=dict(zip(missing, indices, strict=True)))
+
+    def _make_room(self, count: int, may_be_ring: bool) -> tuple[int, ...]:
+        """That many chunks or, as a ring, what is free but no fewer than a ring needs to keep up."""
+        room = self._pool.free_chunks + self._residents.idle_chunks
+        if count > room:
+            if not may_be_ring or room == 0:
+                raise PoolExhausted(self._pool.path, requested_chunks=count, free_chunks=room)
+            count = min(room, max(self._pool.free_chunks, RING_CHUNKS))
+        self._pool.free(self._residents.evict(max(count - self._pool.free_chunks, 0)))
+        return self._pool.allocate(count)
 
     def settle(self, places: Places) -> None:
         """The fresh chunks hold their bytes now: they are resident, and leased once. The ring goes back."""
@@ -96,5 +107,4 @@ def identity_of(layout: Layout) -> str:
     """What tells a checkpoint from others: the digests of its bytes, or its files where there are none."""
     if layout.manifest is not None:
         return layout.manifest.index_digest
-    statuses = [os.stat(file) for file in layout.files]
-    return ";".join(f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}" for s in statuses)
+    return ";".join(str(state) for state in layout.states)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ckptio.devices import DeviceBuffer
-from ckptio.errors import PathLike
+from ckptio.errors import Cancelled, PathLike
 from ckptio.layout import Layout, read_layout
 from ckptio.leasing import Places, PoolLeases, identity_of
 from ckptio.load_plan import Factors, LoadReport
@@ -28,6 +28,9 @@ Progress = Callable[[int], None]
 
 # The pool of a single load: the readers' chunks and as many on their way to the GPU.
 RING_BYTES = 128 * 1024 * 1024
+
+# How often a load that waits for its turn looks whether it is still wanted.
+_TURN_POLL_S = 0.05
 
 
 class Loader:
@@ -75,9 +78,9 @@ class Loader:
 
         Reads only what is not resident. `progress` gets the bytes done so far, resident ones included. Raises
         `PoolExhausted` when leased chunks leave too little room, and what `Reader.read` and `read_layout`
-        raise; after an error, pool and leases are as they were.
+        raise; after an error nothing of it is leased, and only what was evicted for it is gone.
         """
-        with self._in_turn() as start:
+        with self._in_turn(path, cancel) as start:
             transfer = self._plan(read_layout(path), verify, progress, cancel)
             places = self._leases.take(transfer.keys, may_be_ring=False)
             with self._given_up_on_error(places):
@@ -103,9 +106,10 @@ class Loader:
     ) -> LoadReport:
         """Loads partition k into `buffers[k]`, on GPUs or the host, each with a copier of its own.
 
-        Returns when every byte has arrived. What fits the pool stays resident there; a checkpoint larger than
-        the pool goes through it as through a ring. Raises as `load` does, ValueError when the buffers do not
-        fit, `DeviceError` when a copy fails; the buffers then hold anything.
+        Returns when every byte has arrived, which is what `progress` counts. A checkpoint that fits the pool
+        stays resident there; a larger one goes through a part of it as through a ring. Raises as `load` does,
+        ValueError when the buffers do not fit, `DeviceError` when a copy fails; the buffers then hold
+        anything.
         """
         return self.load_layout_onto(
             read_layout(path), buffers, verify=verify, progress=progress, cancel=cancel
@@ -121,7 +125,7 @@ class Loader:
         cancel: _native.CancelToken | None = None,
     ) -> LoadReport:
         """`load_onto` of a checkpoint whose layout was read before."""
-        with self._in_turn() as start:
+        with self._in_turn(layout.files[0].parent, cancel) as start:
             transfer = self._plan(layout, verify, progress, cancel)
             check_buffers(layout, buffers)
             if not self._factors.pinned:
@@ -157,11 +161,19 @@ class Loader:
             warnings.warn("unclosed ckptio loader", ResourceWarning, source=self, stacklevel=2)
 
     @contextmanager
-    def _in_turn(self) -> Iterator[float]:
-        with self._turn:
-            if self._is_closed:
-                raise ValueError("the loader is closed")
+    def _in_turn(self, path: PathLike, cancel: _native.CancelToken | None) -> Iterator[float]:
+        is_ours = False
+        try:
+            while not is_ours:
+                is_ours = self._turn.acquire(timeout=_TURN_POLL_S)
+                if self._is_closed:
+                    raise ValueError("the loader is closed")
+                if cancel is not None and cancel.is_cancelled:
+                    raise Cancelled(path)
             yield time.monotonic()
+        finally:
+            if is_ours:
+                self._turn.release()
 
     @contextmanager
     def _given_up_on_error(self, places: Places) -> Iterator[None]:
@@ -169,6 +181,8 @@ class Loader:
             yield
         except BaseException:
             self._leases.give_up(places)
+            if self._is_closed:
+                self.drop()
             raise
 
     def _release(self, keys: Sequence[ChunkKey]) -> None:

@@ -7,7 +7,6 @@ gives pages back: the next touch of a returned page may cost more than reading i
 from __future__ import annotations
 
 import errno
-import fcntl
 import heapq
 import os
 import threading
@@ -21,14 +20,15 @@ from typing import TYPE_CHECKING
 from ckptio.devices import cuda_status
 from ckptio.errors import DeviceError, InsufficientSpace, PathLike, PoolExhausted
 from ckptio.files import naming
-from ckptio.huge_pages import HUGE_PAGE_BYTES, huge_pages_refusal, open_on_huge_tmpfs
+from ckptio.huge_pages import huge_pages_refusal, is_hugetlb
+from ckptio.mapping import check_chunk_size, map_chunks_of
+from ckptio.memory import available_bytes
 from ckptio.native import require_native
 from ckptio.plan import CHUNK_SIZE_BYTES, PADDING_BYTES, chunk_count
+from ckptio.pool_file import PoolFile, open_pool_file, unnamed_pool_file
 
 if TYPE_CHECKING:
     from ckptio._native import Mapping
-
-_MEMORY_STATUS = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +53,15 @@ class ChunkPool:
     Allocation is thread-safe. `close` unlinks the file; processes that have chunks mapped keep them.
     """
 
-    def __init__(
-        self, path: Path, descriptor: int, mapping: Mapping, chunk_size_bytes: int, report: PoolReport
-    ) -> None:
-        self.path = path
+    def __init__(self, file: PoolFile, mapping: Mapping, chunk_size_bytes: int, report: PoolReport) -> None:
+        self.path = file.path
         self.chunk_size_bytes = chunk_size_bytes
         self.chunk_count = mapping.size_bytes // chunk_size_bytes
         self.report = report
-        self._descriptor = descriptor
+        self._file = file
         self._mapping = mapping
+        self._is_registered = report.is_registered
+        self._is_closing = False
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         # A heap, so that chunks freed together are lent together and map as one range.
@@ -81,9 +81,11 @@ class ChunkPool:
 
         Without `path` the pool has no name in any directory: others open it by its `path` in /proc as long
         as this process lives; it gets huge pages where this process may ask for them. The file of a pool
-        whose owner died is replaced; that of a living one raises FileExistsError. `is_registered` None
-        page-locks it for GPUs where there are any. Raises `InsufficientSpace` when the file system or memory
-        cannot hold it, `DeviceError` when registration was asked for and failed.
+        whose owner died is replaced; that of a living one, or any other file, raises FileExistsError.
+        `is_registered` None page-locks it for GPUs where there are any, which makes a CUDA context on the
+        current GPU of this thread; a process that will fork should pass False. Raises `InsufficientSpace`
+        when the file system or memory cannot hold it, `DeviceError` when registration was asked for and
+        failed.
         """
         native = require_native()
         if chunk_size_bytes <= 0 or chunk_size_bytes % PADDING_BYTES:
@@ -91,18 +93,19 @@ class ChunkPool:
         size_bytes -= size_bytes % chunk_size_bytes
         if size_bytes <= 0 or prefault_threads <= 0:
             raise ValueError("a pool needs at least one chunk and one thread")
-        path, descriptor = _open_unnamed() if path is None else _open_file(Path(path))
+        file = unnamed_pool_file() if path is None else open_pool_file(Path(path))
         try:
-            with naming(path):
-                _check_room(path, descriptor, size_bytes)
-                os.ftruncate(descriptor, size_bytes)
-                mapping = native.Mapping.shared(descriptor, size_bytes)
+            with naming(file.path):
+                check_chunk_size(file.descriptor, chunk_size_bytes)
+                _check_room(file, size_bytes)
+                os.ftruncate(file.descriptor, size_bytes)
+                mapping = native.Mapping.shared(file.descriptor, size_bytes)
                 report = _prepare(mapping, prefault_threads, is_registered)
-                return cls(path, descriptor, mapping, chunk_size_bytes, report)
+                return cls(file, mapping, chunk_size_bytes, report)
         except BaseException as error:
-            _discard(path, descriptor)
+            file.discard(is_owner=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise InsufficientSpace(path, required_bytes=size_bytes, available_bytes=0) from error
+                raise InsufficientSpace(file.path, required_bytes=size_bytes, available_bytes=0) from error
             raise
 
     @property
@@ -118,7 +121,7 @@ class ChunkPool:
     @property
     def mapping(self) -> Mapping:
         """The memory of the pool. Raises ValueError when the pool is closed."""
-        if self._mapping.is_closed:
+        if self._mapping.is_closed or self._is_closing:
             raise ValueError(f"{self.path}: the pool is closed")
         return self._mapping
 
@@ -157,20 +160,34 @@ class ChunkPool:
         with memoryview(self.mapping) as whole:
             return whole[start : start + self.chunk_size_bytes]
 
+    def map_chunks(self, chunk_indices: Sequence[int], size_bytes: int) -> Mapping:
+        """Chunks back to back as private memory, as `map_chunks` gives them to other processes."""
+        assert self.mapping.size_bytes > 0, "a closed pool has raised"
+        return map_chunks_of(
+            self._file.descriptor, self.path, self.chunk_size_bytes, chunk_indices, size_bytes
+        )
+
     def close(self) -> None:
-        """Unmaps and unlinks; idempotent. Raises BufferError while a read or a view uses the pool."""
+        """Unmaps and unlinks; idempotent. Raises BufferError while a read or a view uses the pool.
+
+        Chunks that were mapped stay valid. Raises `DeviceError`, after all is done, when the GPUs' runtime
+        does not let go of the memory.
+        """
         if self._mapping.is_closed:
             return
+        self._is_closing = True
         if self._mapping.views:
+            self._is_closing = False
             raise BufferError(f"{self.path}: {self._mapping.views} reads or views of the pool are alive")
-        if self.report.is_registered and os.getpid() == self._owner_pid:
-            require_native().unregister_host_memory(self._mapping)
-        self._mapping.close()
         # A forked child has the object but not the pool: the file belongs to the process that made it.
-        if os.getpid() == self._owner_pid:
-            _discard(self.path, self._descriptor)
-        else:
-            os.close(self._descriptor)
+        is_owner = os.getpid() == self._owner_pid
+        try:
+            if self._is_registered and is_owner:
+                self._is_registered = False
+                require_native().unregister_host_memory(self._mapping)
+        finally:
+            self._mapping.close()
+            self._file.discard(is_owner)
 
     def __enter__(self) -> ChunkPool:
         return self
@@ -185,49 +202,15 @@ class ChunkPool:
             self.close()
 
 
-def _open_unnamed() -> tuple[Path, int]:
-    descriptor = open_on_huge_tmpfs("ckptio-pool")
-    if descriptor is None:
-        descriptor = os.memfd_create("ckptio-pool", os.MFD_CLOEXEC)
-    return Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor
-
-
-def _open_file(path: Path) -> tuple[Path, int]:
-    """A new file, locked as long as its owner lives: so a dead owner's file can be told, and replaced."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileExistsError(errno.EEXIST, "A living process owns this pool", os.fspath(path)) from None
-        finally:
-            os.close(descriptor)
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return path, descriptor
-
-
-def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:
+def _check_room(file: PoolFile, size_bytes: int) -> None:
     """Before touching: a page that tmpfs cannot give is a bus error, one that memory cannot give kills."""
-    status = os.fstatvfs(descriptor)
+    status = os.fstatvfs(file.descriptor)
     # What hugetlbfs gives was set apart from other memory already.
-    is_hugetlb = status.f_bsize >= HUGE_PAGE_BYTES
-    available_bytes = size_bytes if is_hugetlb else _available_memory_bytes()
+    room_bytes = size_bytes if is_hugetlb(file.descriptor) else available_bytes()
     if status.f_blocks:  # a file system without a limit, such as the one of memfd, reports none
-        available_bytes = min(available_bytes, status.f_bavail * status.f_frsize)
-    if available_bytes < size_bytes:
-        raise InsufficientSpace(path, required_bytes=size_bytes, available_bytes=available_bytes)
-
-
-def _available_memory_bytes() -> int:
-    """The kernel's estimate of what can be used without swapping."""
-    for line in _MEMORY_STATUS.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(errno.ENODATA, "No MemAvailable line", os.fspath(_MEMORY_STATUS))
+        room_bytes = min(room_bytes, status.f_bavail * status.f_frsize)
+    if room_bytes < size_bytes:
+        raise InsufficientSpace(file.path, required_bytes=size_bytes, available_bytes=room_bytes)
 
 
 def _prepare(mapping: Mapping, threads: int, is_registered: bool | None) -> PoolReport:
@@ -265,10 +248,3 @@ def _register(mapping: Mapping, is_wanted: bool | None) -> str:
             raise
         return str(error)
     return ""
-
-
-def _discard(path: Path, descriptor: int) -> None:
-    # The path of a memfd is an entry of /proc, which goes with the descriptor.
-    if path.parent != Path(f"/proc/{os.getpid()}/fd"):
-        path.unlink(missing_ok=True)
-    os.close(descriptor)

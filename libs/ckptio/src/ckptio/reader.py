@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptio.errors import Cancelled, CorruptCheckpoint, PathLike, TruncatedCheckpoint
-from ckptio.files import opened
+from ckptio.files import FileState, check_unchanged
 from ckptio.native import require_native
 from ckptio.plan import PADDING_BYTES, ChunkRead, choose_direct, chunk_count, plan_chunks
 from ckptio.pool import ChunkPool
@@ -137,21 +137,23 @@ class Reader:
         sink: CopyPipeline | None = None,
         progress: Callable[[int], None] | None = None,
         cancel: CancelToken | None = None,
+        states: Sequence[FileState] = (),
     ) -> ReadReport:
         """Carries out orders, in their order, from `paths` into `target`, and hands each chunk to `sink`.
 
-        `is_bounced` says that `target` has small pages only. The caller finishes `sink`. The rest is as for
-        `read`.
+        `is_bounced` says that `target` has small pages only. The caller finishes `sink`. Files that are not
+        in the `states` they had are `CorruptCheckpoint`. The rest is as for `read`.
         """
         if self._is_closed or os.getpid() != self._owner_pid:
             raise ValueError("the reader is closed, or belongs to the parent process")
         start = time.monotonic()
         with ExitStack() as stack:
             files = [
-                (stack.enter_context(opened(path)), stack.enter_context(_opened_direct(path)))
+                (stack.enter_context(_descriptor(path)), stack.enter_context(_opened_direct(path)))
                 for path in paths
             ]
-            _check_sizes(paths, [buffered for buffered, _ in files], orders)
+            ends = _check_sizes(paths, [buffered for buffered, _ in files], orders)
+            _check_states(paths, files, states)
             choices = _choose_all(files, orders) if direct is None else [direct] * len(orders)
             outcome, code, order_index, offset_bytes, done_bytes, *numbers = self._threads.read(
                 target,
@@ -174,7 +176,8 @@ class Reader:
                 sink,
                 progress,
             )
-        _raise_for(outcome, code, order_index, offset_bytes, done_bytes, paths, orders)
+            _check_states(paths, files, states)
+        _raise_for(outcome, code, order_index, offset_bytes, done_bytes, paths, orders, ends)
         direct_bytes, reread_chunks, read_s, verify_s = numbers
         return ReadReport(
             size_bytes=sum(order.chunk.size_bytes for order in orders if not order.is_resident),
@@ -190,9 +193,7 @@ class Reader:
         if self._is_closed:
             return
         self._is_closed = True
-        # Threads do not survive a fork: a child has nothing to join.
-        if os.getpid() == self._owner_pid:
-            self._threads.close()
+        self._threads.close()
 
     def __enter__(self) -> Reader:
         return self
@@ -206,14 +207,31 @@ class Reader:
             self.close()
 
 
-def read_private(reader: Reader, path: Path, part: IndexPartition, chunk_size_bytes: int) -> Mapping:
+def read_private(
+    reader: Reader,
+    path: Path,
+    part: IndexPartition,
+    chunk_size_bytes: int,
+    state: FileState | None = None,
+) -> Mapping:
     """Reads a partition, verified, into new private memory."""
     mapping: Mapping = require_native().Mapping.anonymous(max(part.padded_bytes, PADDING_BYTES))
     mapping.advise_huge_pages()
     chunks = plan_chunks(part.padded_bytes, chunk_size_bytes)
     orders = order_chunks(chunks, [chunk.offset_bytes for chunk in chunks], part.digests or None)
-    reader.run(mapping, [path], orders, is_verified=bool(part.digests))
+    states = () if state is None else (state,)
+    reader.run(mapping, [path], orders, is_verified=bool(part.digests), states=states)
     return mapping
+
+
+@contextmanager
+def _descriptor(path: Path, flags: int = 0) -> Iterator[int]:
+    """An open file. What its user raises is the user's own, and gets no path."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -254,7 +272,15 @@ def _choose_all(files: Sequence[tuple[int, int]], orders: Sequence[ReadOrder]) -
     return chosen
 
 
-def _check_sizes(paths: Sequence[Path], descriptors: Sequence[int], orders: Sequence[ReadOrder]) -> None:
+def _check_states(
+    paths: Sequence[Path], files: Sequence[tuple[int, int]], states: Sequence[FileState]
+) -> None:
+    for path, (descriptor, _), state in zip(paths, files, states, strict=False):
+        check_unchanged(path, descriptor, state)
+
+
+def _check_sizes(paths: Sequence[Path], descriptors: Sequence[int], orders: Sequence[ReadOrder]) -> list[int]:
+    """Where the orders of each file end; raises when a file ends before."""
     ends = [0] * len(paths)
     for order in orders:
         ends[order.file] = max(ends[order.file], order.chunk.offset_bytes + order.chunk.size_bytes)
@@ -262,6 +288,7 @@ def _check_sizes(paths: Sequence[Path], descriptors: Sequence[int], orders: Sequ
         actual_bytes = os.fstat(descriptor).st_size
         if actual_bytes < end:
             raise TruncatedCheckpoint(path, expected_bytes=end, actual_bytes=actual_bytes)
+    return ends
 
 
 def _raise_for(
@@ -272,6 +299,7 @@ def _raise_for(
     done_bytes: int,
     paths: Sequence[Path],
     orders: Sequence[ReadOrder],
+    ends: Sequence[int],
 ) -> None:
     """The typed error of an outcome of the native reader."""
     if outcome == "done":
@@ -289,7 +317,6 @@ def _raise_for(
                 chunk_index=order.chunk_index,
             )
         case "truncated":
-            end = order.chunk.offset_bytes + order.chunk.size_bytes
-            raise TruncatedCheckpoint(path, expected_bytes=end, actual_bytes=offset_bytes)
+            raise TruncatedCheckpoint(path, expected_bytes=ends[order.file], actual_bytes=offset_bytes)
         case _:
             raise OSError(code, f"{os.strerror(code)} (at offset {offset_bytes})", os.fspath(path))

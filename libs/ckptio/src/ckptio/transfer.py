@@ -69,13 +69,15 @@ class Transfer:
         try:
             read = self.read(places, memory, sink)
         except BaseException as error:
-            code, operation, _, _ = sink.finish(True)
+            code, operation, *_ = sink.finish(True, None, None)
             if code and isinstance(error, Cancelled):
                 raise device_error(code, operation) from None
             raise
-        code, operation, copied_bytes, seconds = sink.finish(False)
+        code, operation, copied_bytes, seconds, was_cancelled = sink.finish(False, self.cancel, self.progress)
         if code:
             raise device_error(code, operation)
+        if was_cancelled:
+            raise Cancelled(self.layout.files[0], done_bytes=copied_bytes)
         return read, TierReport(
             tier="GPU",
             size_bytes=copied_bytes,
@@ -115,6 +117,7 @@ class Transfer:
             sink=sink,
             progress=self.progress,
             cancel=self.cancel,
+            states=self.layout.states,
         )
 
     def report(self, start: float, read: ReadReport, copied: TierReport | None = None) -> LoadReport:
@@ -164,7 +167,8 @@ def plan_transfer(
     if is_verified and not factors.bulk:
         raise ValueError("digests are those of whole chunks; without bulk reads pass verify=False")
     pieces = plan_pieces(layout.index, chunk_size_bytes, is_bulk=factors.bulk)
-    identity = identity_of(layout)
+    # What nobody has verified must not pass for what somebody has.
+    identity = identity_of(layout) + ("" if is_verified else " as it was read")
     keys = {ChunkKey(identity, piece.partition, piece.chunk_index): None for piece in pieces}
     return Transfer(
         layout=layout,

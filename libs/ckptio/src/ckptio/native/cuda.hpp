@@ -16,16 +16,17 @@ struct CudaIpcHandle {
 };
 
 inline constexpr int kCudaSuccess = 0;
-inline constexpr int kCudaNotReady = 600;
 inline constexpr int kCudaHostToDevice = 1;
 inline constexpr int kCudaDeviceToHost = 2;
 inline constexpr unsigned kCudaStreamNonBlocking = 1;
+inline constexpr unsigned kCudaEventBlockingSync = 1;
 inline constexpr unsigned kCudaEventDisableTiming = 2;
 inline constexpr unsigned kCudaHostRegisterPortable = 1;
 inline constexpr unsigned kCudaIpcLazyPeerAccess = 1;
 
 struct CudaRuntime {
     int (*get_device_count)(int*);
+    int (*get_device)(int*);
     int (*set_device)(int);
     int (*malloc)(void**, std::size_t);
     int (*free)(void*);
@@ -48,10 +49,24 @@ struct CudaRuntime {
 
     // The loaded runtime; null when `load` has not succeeded in this process.
     static const CudaRuntime* get() noexcept;
-    // Loads the library `name`, once and for good; returns what went wrong, empty when nothing did.
-    static std::string load(const std::string& name);
+    // Loads the library `name`, once and for good if it sees a GPU; returns what went wrong, empty when
+    // nothing did. With `is_loaded_only` it must be in this process already.
+    static std::string load(const std::string& name, bool is_loaded_only);
     // What the runtime calls an error code; empty without a runtime.
     static std::string describe(int code);
+};
+
+// Makes a GPU the current one of this thread, and the one before it again at the end: the runtime is shared
+// with whoever else uses it here.
+class CurrentDevice {
+  public:
+    explicit CurrentDevice(int device);
+    ~CurrentDevice();
+    CurrentDevice(const CurrentDevice&) = delete;
+    CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+  private:
+    int before_ = 0;
 };
 
 // Throws DeviceError for any code but success, and clears the runtime's own note of it.

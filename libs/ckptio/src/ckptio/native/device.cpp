@@ -61,7 +61,8 @@ class GpuStream final : public CopyStream {
     std::uint64_t mark() override {
         if (spare_.empty()) {
             CudaEvent fresh = nullptr;
-            check_cuda(cuda_.event_create(&fresh, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
+            check_cuda(cuda_.event_create(&fresh, kCudaEventDisableTiming | kCudaEventBlockingSync),
+                       "cudaEventCreateWithFlags");
             spare_.push_back(fresh);
         }
         check_cuda(cuda_.event_record(spare_.back(), stream_), "cudaEventRecord");
@@ -120,7 +121,7 @@ DeviceMemory DeviceMemory::allocate(int device, std::uint64_t size_bytes) {
         if (data == nullptr) throw std::bad_alloc();
     } else {
         const CudaRuntime& cuda = require_cuda();
-        check_cuda(cuda.set_device(device), "cudaSetDevice");
+        const CurrentDevice current(device);
         check_cuda(cuda.malloc(&data, size_bytes), "cudaMalloc");
     }
     return DeviceMemory(device, static_cast<std::byte*>(data), size_bytes, Owner::us);
@@ -129,7 +130,7 @@ DeviceMemory DeviceMemory::allocate(int device, std::uint64_t size_bytes) {
 DeviceMemory DeviceMemory::open(int device, const CudaIpcHandle& handle, std::uint64_t size_bytes) {
     const CudaRuntime& cuda = require_cuda();
     void* data = nullptr;
-    check_cuda(cuda.set_device(device), "cudaSetDevice");
+    const CurrentDevice current(device);
     check_cuda(cuda.ipc_open_handle(&data, handle, kCudaIpcLazyPeerAccess), "cudaIpcOpenMemHandle");
     return DeviceMemory(device, static_cast<std::byte*>(data), size_bytes, Owner::other_process);
 }
@@ -151,7 +152,7 @@ void DeviceMemory::read(std::byte* target, std::uint64_t offset_bytes, std::uint
         return;
     }
     const CudaRuntime& cuda = require_cuda();
-    check_cuda(cuda.set_device(device_), "cudaSetDevice");
+    const CurrentDevice current(device_);
     check_cuda(cuda.memcpy(target, data_ + offset_bytes, size_bytes, kCudaDeviceToHost), "cudaMemcpy");
 }
 
@@ -160,8 +161,12 @@ void DeviceMemory::release() noexcept {
         std::free(data_);
     } else if (data_ != nullptr && owner_ != Owner::nobody) {
         const CudaRuntime& cuda = *CudaRuntime::get();
-        cuda.set_device(device_);
-        owner_ == Owner::us ? cuda.free(data_) : cuda.ipc_close_handle(data_);
+        try {
+            const CurrentDevice current(device_);
+            owner_ == Owner::us ? cuda.free(data_) : cuda.ipc_close_handle(data_);
+        } catch (const DeviceError&) {
+            // The GPU is lost, and its memory with it.
+        }
     }
     data_ = nullptr;
     size_bytes_ = 0;

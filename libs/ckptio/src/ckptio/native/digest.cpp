@@ -1,6 +1,5 @@
 #include "native/digest.hpp"
 
-#include <cassert>
 #include <new>
 
 #if !__has_include(<xxhash.h>)
@@ -30,10 +29,7 @@ const DigestCode& code() noexcept {
 
 }  // namespace
 
-Digest::Digest() noexcept : state_{} {
-    assert(code().state_bytes <= sizeof(state_) && code().state_alignment <= alignof(Digest));
-    code().reset(state_.data());
-}
+Digest::Digest() noexcept : state_{} { code().reset(state_.data()); }
 
 void Digest::update(const std::byte* data, std::uint64_t size_bytes) noexcept {
     code().update(state_.data(), data, size_bytes);

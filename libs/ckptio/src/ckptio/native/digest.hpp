@@ -9,13 +9,16 @@ namespace ckptio {
 
 class Digest {
   public:
+    static constexpr std::size_t kStateBytes = 576;
+    static constexpr std::size_t kStateAlignment = 64;
+
     Digest() noexcept;
     void update(const std::byte* data, std::uint64_t size_bytes) noexcept;
     std::uint64_t value() const noexcept;
 
   private:
     // The state of xxhash, opaque here so that its header is seen by the two sources that compute only.
-    alignas(64) std::array<std::byte, 576> state_;
+    alignas(kStateAlignment) std::array<std::byte, kStateBytes> state_;
 };
 
 // One compilation of the algorithm; `state` is the array above.
@@ -23,8 +26,6 @@ struct DigestCode {
     void (*reset)(void* state) noexcept;
     void (*update)(void* state, const void* data, std::size_t size_bytes) noexcept;
     std::uint64_t (*value)(const void* state) noexcept;
-    std::size_t state_bytes;
-    std::size_t state_alignment;
 };
 
 extern const DigestCode kDigestBaseline;

@@ -33,15 +33,19 @@ CopyPipeline::CopyPipeline(std::vector<CopyTarget> targets, std::vector<ChunkCop
     try {
         for (std::size_t number = 0; number < targets.size(); ++number) {
             lanes_[number].target = targets[number];
+            {
+                const std::lock_guard lock(mutex_);
+                ++working_;
+            }
             lanes_[number].thread = std::thread([this, number] { serve(lanes_[number]); });
         }
     } catch (...) {
-        close(true);
+        close();
         throw;
     }
 }
 
-CopyPipeline::~CopyPipeline() { close(true); }
+CopyPipeline::~CopyPipeline() { close(); }
 
 std::byte* CopyPipeline::acquire(const std::function<bool()>& is_stopping) {
     std::unique_lock lock(mutex_);
@@ -57,7 +61,7 @@ std::byte* CopyPipeline::acquire(const std::function<bool()>& is_stopping) {
 void CopyPipeline::deliver(std::size_t chunk_index, std::byte* data) noexcept {
     try {
         const std::lock_guard lock(mutex_);
-        assert(!is_closing_);
+        assert(!is_ended_ && chunk_index < copies_.size());
         lanes_[copies_[chunk_index].target].queue.push_back({chunk_index, data});
     } catch (const std::bad_alloc&) {
         fail(kOutOfMemory, "deliver");
@@ -65,26 +69,36 @@ void CopyPipeline::deliver(std::size_t chunk_index, std::byte* data) noexcept {
     if (is_pipelined_) changed_.notify_all();
 }
 
-CopyResult CopyPipeline::finish(bool is_dropping) {
-    close(is_dropping);
-    const std::lock_guard lock(mutex_);
-    for (const Lane& lane : lanes_) {
-        result_.copied_bytes += lane.copied_bytes;
-        result_.seconds = std::max(result_.seconds, lane.seconds);
-    }
-    return result_;
-}
-
-void CopyPipeline::close(bool is_dropping) noexcept {
+void CopyPipeline::end(bool is_dropping) noexcept {
     {
         const std::lock_guard lock(mutex_);
-        is_closing_ = true;
+        is_ended_ = true;
         is_held_ = false;
         if (is_dropping) {
             for (Lane& lane : lanes_) lane.queue.clear();
         }
     }
     changed_.notify_all();
+}
+
+bool CopyPipeline::wait(int timeout_ms) {
+    std::unique_lock lock(mutex_);
+    assert(is_ended_);
+    changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [this] { return working_ == 0; });
+    return working_ == 0;
+}
+
+CopyResult CopyPipeline::result() const {
+    const std::lock_guard lock(mutex_);
+    assert(working_ == 0);
+    CopyResult result = result_;
+    result.copied_bytes = copied_bytes_;
+    for (const Lane& lane : lanes_) result.seconds = std::max(result.seconds, lane.seconds);
+    return result;
+}
+
+void CopyPipeline::close() noexcept {
+    end(true);
     for (Lane& lane : lanes_) {
         if (lane.thread.joinable()) lane.thread.join();
     }
@@ -98,6 +112,11 @@ void CopyPipeline::serve(Lane& lane) noexcept {
     } catch (const std::bad_alloc&) {
         fail(kOutOfMemory, "copy");
     }
+    {
+        const std::lock_guard lock(mutex_);
+        --working_;
+    }
+    changed_.notify_all();
 }
 
 void CopyPipeline::copy_all(Lane& lane) {
@@ -106,7 +125,7 @@ void CopyPipeline::copy_all(Lane& lane) {
     Clock::time_point start{};
     const auto retire = [&] {
         stream->wait(in_flight.front().mark);
-        arrived(lane, in_flight.front().item);
+        arrived(in_flight.front().item);
         in_flight.pop_front();
         const std::lock_guard lock(mutex_);
         lane.seconds = std::chrono::duration<double>(Clock::now() - start).count();
@@ -131,17 +150,17 @@ void CopyPipeline::copy_all(Lane& lane) {
 bool CopyPipeline::next(Lane& lane, bool is_busy, Item& item) {
     std::unique_lock lock(mutex_);
     const auto has_work = [&] { return !is_held_ && !lane.queue.empty() && !has_failed_; };
-    if (!is_busy) changed_.wait(lock, [&] { return has_work() || is_closing_ || has_failed_; });
+    if (!is_busy) changed_.wait(lock, [&] { return has_work() || is_ended_ || has_failed_; });
     if (!has_work()) return false;
     item = lane.queue.front();
     lane.queue.pop_front();
     return true;
 }
 
-void CopyPipeline::arrived(Lane& lane, const Item& item) {
+void CopyPipeline::arrived(const Item& item) {
+    copied_bytes_ += copies_[item.chunk_index].size_bytes;
     {
         const std::lock_guard lock(mutex_);
-        lane.copied_bytes += copies_[item.chunk_index].size_bytes;
         if (ring_.contains(item.data)) free_.push_back(item.data);
     }
     changed_.notify_all();

@@ -52,8 +52,15 @@ class CopyPipeline final : public ChunkSink {
     void deliver(std::size_t chunk_index, std::byte* data) noexcept override;
     bool has_failed() const noexcept override { return has_failed_; }
 
-    // No chunk comes any more: waits until all have arrived, or drops the waiting ones. Once only.
-    CopyResult finish(bool is_dropping);
+    std::uint64_t copied_bytes() const noexcept { return copied_bytes_; }
+    std::size_t chunk_count() const noexcept { return copies_.size(); }
+
+    // No chunk comes any more; those that wait are copied, or dropped.
+    void end(bool is_dropping) noexcept;
+    // After `end`: waits until nothing is on its way, or `timeout_ms` went by; true when nothing is.
+    bool wait(int timeout_ms);
+    // After `wait` has said so.
+    CopyResult result() const;
 
   private:
     using Clock = std::chrono::steady_clock;
@@ -64,7 +71,6 @@ class CopyPipeline final : public ChunkSink {
     struct Lane {
         CopyTarget target{};
         std::deque<Item> queue;
-        std::uint64_t copied_bytes = 0;
         double seconds = 0;
         std::thread thread;
     };
@@ -76,20 +82,22 @@ class CopyPipeline final : public ChunkSink {
     void serve(Lane& lane) noexcept;
     void copy_all(Lane& lane);
     bool next(Lane& lane, bool is_busy, Item& item);
-    void arrived(Lane& lane, const Item& item);
+    void arrived(const Item& item);
     void fail(int code, const char* operation) noexcept;
-    void close(bool is_dropping) noexcept;
+    void close() noexcept;
 
     const std::vector<ChunkCopy> copies_;
     const std::unordered_set<std::byte*> ring_;
     const bool is_pipelined_;
     std::atomic<bool> has_failed_{false};
+    std::atomic<std::uint64_t> copied_bytes_{0};
 
-    std::mutex mutex_;  // guards what follows, and the lanes' queues and numbers
+    mutable std::mutex mutex_;  // guards what follows, and the lanes' queues and numbers
     std::condition_variable changed_;
     std::vector<std::byte*> free_;
     bool is_held_;
-    bool is_closing_ = false;
+    bool is_ended_ = false;
+    std::size_t working_ = 0;  // lanes that have not come to their end
     CopyResult result_;
     std::vector<Lane> lanes_;
 };

@@ -58,6 +58,11 @@ std::byte* BounceBuffer::data() noexcept {
     return region_.data();
 }
 
+ReadJob::ReadJob(ReadRequest request)
+    : request_(std::move(request)), has_direct_(new std::atomic<bool>[request_.files.size()]) {
+    for (std::size_t file = 0; file < request_.files.size(); ++file) has_direct_[file] = true;
+}
+
 bool ReadJob::wait(std::uint64_t seen_bytes, int timeout_ms) {
     std::unique_lock lock(mutex_);
     const auto has_ended = [this] { return is_exhausted_ && running_ == 0; };
@@ -114,6 +119,7 @@ ReadJob::Attempt ReadJob::handle(std::size_t chunk_index, BounceBuffer& bounce) 
             const Attempt first = attempt;
             attempt = read(chunk, target, true, bounce);
             attempt.is_reread = true;
+            attempt.direct_bytes += first.direct_bytes;
             attempt.read_s += first.read_s;
             attempt.verify_s += first.verify_s;
         }
@@ -130,7 +136,7 @@ class ReadJob::Pass {
     Pass(ReadJob& job, const ChunkRead& chunk, std::byte* target, bool is_direct,
          BounceBuffer& bounce) noexcept
         : job_(job), file_(job.request_.files[chunk.file]), chunk_(chunk), target_(target) {
-        uses_direct_ = is_direct && file_.direct_descriptor >= 0 && job.has_direct_;
+        uses_direct_ = is_direct && file_.direct_descriptor >= 0 && job.has_direct_[chunk.file];
         if (uses_direct_ && job.request_.is_bounced) bounce_ = bounce.data();
     }
 
@@ -141,7 +147,7 @@ class ReadJob::Pass {
             if (count < 0) {
                 if (attempt_.error == EINTR) continue;
                 if (attempt_.error == EINVAL && uses_direct_) {
-                    uses_direct_ = job_.has_direct_ = false;
+                    uses_direct_ = job_.has_direct_[chunk_.file] = false;
                     continue;
                 }
                 return ended(Outcome::failed);

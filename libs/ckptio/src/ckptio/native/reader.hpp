@@ -89,7 +89,7 @@ class BounceBuffer {
 // One request on its way. Threads take chunks from it in order; the first failure stops the rest.
 class ReadJob {
   public:
-    explicit ReadJob(ReadRequest request) noexcept : request_(std::move(request)) {}
+    explicit ReadJob(ReadRequest request);
 
     // Waits until more than `seen_bytes` are done, the job has ended, or `timeout_ms` went by; true when it
     // has ended.
@@ -115,7 +115,8 @@ class ReadJob {
 
     const ReadRequest request_;
     std::atomic<bool> is_cancelled_{false};
-    std::atomic<bool> has_direct_{true};
+    // By file: whether direct reads of it work.
+    std::unique_ptr<std::atomic<bool>[]> has_direct_;
     std::atomic<std::uint64_t> done_bytes_{0};
 
     mutable std::mutex mutex_;  // guards what follows
@@ -130,7 +131,7 @@ class ReadJob {
 class ReaderThreads {
   public:
     explicit ReaderThreads(unsigned threads);
-    // Cancels what still runs, and waits for it.
+    // Cancels what has chunks left to hand out, and waits for what was handed out.
     ~ReaderThreads();
     ReaderThreads(const ReaderThreads&) = delete;
     ReaderThreads& operator=(const ReaderThreads&) = delete;

@@ -1,11 +1,13 @@
 #include "native/region.hpp"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <thread>
 #include <utility>
 
@@ -39,6 +41,25 @@ void* map(void* address, std::uint64_t size_bytes, int protection, int flags, in
     return result;
 }
 
+// Writes to every page what is there.
+void touch(std::byte* data, std::uint64_t size_bytes) noexcept {
+    const auto page_bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    for (std::uint64_t offset = 0; offset < size_bytes; offset += page_bytes) {
+        volatile std::byte* const place = data + offset;
+        *place = *place;
+    }
+}
+
+// Whether mincore(2) tells the truth about a file: it does to its owner and to those who may write it.
+bool may_ask_for_residency(int descriptor) noexcept {
+    struct stat status{};
+    if (::fstat(descriptor, &status) != 0) return false;
+    if (status.st_uid == ::geteuid() || ::geteuid() == 0) return true;
+    char path[64];
+    std::snprintf(path, sizeof(path), "/proc/self/fd/%d", descriptor);
+    return ::access(path, W_OK) == 0;
+}
+
 }  // namespace
 
 Region::Region(Region&& other) noexcept
@@ -62,6 +83,7 @@ void Region::release() noexcept {
 }
 
 Region Region::reserve(std::uint64_t size_bytes) {
+    size_bytes = round_up(size_bytes, static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE)));
     const std::uint64_t total = size_bytes + kHugePageBytes;
     auto* start = static_cast<std::byte*>(
         map(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -123,6 +145,12 @@ void Region::prefault(unsigned threads) const {
             const std::uint64_t count = std::min(kPrefaultStepBytes, size_bytes_ - start);
             while (::madvise(data_ + start, count, MADV_POPULATE_WRITE) != 0) {
                 if (errno == EINTR || errno == EAGAIN) continue;
+                if (errno == EINVAL) {
+                    // Linux before 5.14. A page that the file system can't give is a signal there, not an
+                    // error.
+                    touch(data_ + start, count);
+                    break;
+                }
                 // A full tmpfs shows as a bad address here; say what it is.
                 failure = errno == EFAULT ? ENOSPC : errno;
                 return;
@@ -148,7 +176,7 @@ std::uint64_t resident_bytes(int descriptor, std::uint64_t offset_bytes, std::ui
     if (::syscall(kCachestat, descriptor, &range, &status, 0) == 0) {
         return std::min(status.cached * page_bytes, size_bytes);
     }
-    if (errno != ENOSYS) return 0;
+    if (errno != ENOSYS || !may_ask_for_residency(descriptor)) return 0;
 
     // Kernels before 6.5: look at the pages of a mapping that is never touched.
     void* view =

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +28,7 @@ from ckptio.bench.page_cache import set_temperature
 from ckptio.bench.processes import MeasurementFailed, measure
 from ckptio.bench.runner import Settings, WrongBytes, run_benchmark
 from ckptio.bench.schedule import plan_steps
-from ckptio.bench.specs import checkpoint_spec
+from ckptio.bench.specs import CHECKPOINTS, checkpoint_spec
 from ckptio.bench.timing import LoadRequest, time_load, weight_files
 from ckptio.bench.usage import Meter
 from ckptio.errors import InsufficientSpace
@@ -241,6 +243,8 @@ def test_the_picture_is_drawn_from_the_report(report: dict[str, Any], tmp_path: 
         (["--loaders", ","], "name at least one"),
         (["--rounds", "0"], "0 rounds"),
         (["--cold", "--warm"], "not allowed"),
+        (["--device", "gpu"], "'gpu' is no device"),
+        (["--device", "cuda:x"], "give host or cuda:N"),
     ],
 )
 def test_wrong_options_are_refused_with_what_is_possible(
@@ -258,3 +262,94 @@ def test_the_command_adds_itself_to_a_parser() -> None:
     cli.add_parser(parser.add_subparsers())
     run: Callable[[argparse.Namespace], int] = parser.parse_args(["bench"]).run
     assert run is cli.run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--device", "cuda:9999"], "cuda:9999"),
+        (["--plot", "nowhere/bench.svg"], "no directory nowhere"),
+        (["--plot", "bench.docx"], "its ending names no kind of picture; there are: .*svg"),
+        (["--plot", "bench"], "its ending"),
+        (["--plot", "picture.svg"], "is a directory"),
+        (["--plot", "file/bench.svg"], "cannot be written to|no directory"),
+    ],
+)
+def test_what_would_fail_at_the_end_fails_before_anything_is_written(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws it")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "picture.svg").mkdir()
+    (tmp_path / "file").touch()
+    options = ["--checkpoints=tiny", "--loaders=ckptio", "--rounds=1", "--cold", "--dir", "made"]
+    assert cli.main([*options, *arguments]) == 1
+    assert re.search(says, capsys.readouterr().err)
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_report_is_printed_before_the_picture_is_drawn(
+    made: MadeCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What took minutes to measure is not lost with the picture."""
+    plot = pytest.importorskip("ckptio.bench.plot")
+    pytest.importorskip("matplotlib", reason="matplotlib draws it")
+    target = tmp_path / "sub" / "bench.svg"
+    target.parent.mkdir()
+    check = plot.check_plotting
+
+    def check_and_lose_the_directory(path: Path) -> None:
+        check(path)
+        target.parent.rmdir()
+
+    monkeypatch.setattr(plot, "check_plotting", check_and_lose_the_directory)
+    options = ["--checkpoints=tiny", "--loaders=ckptio", "--rounds=1", "--warm", "--json", "--keep"]
+    assert cli.main([*options, f"--dir={made.path.parent}", f"--plot={target}"]) == 1
+    output = capsys.readouterr()
+    assert json.loads(output.out)["results"]
+    assert "bench.svg" in output.err
+
+
+def test_the_help_and_the_first_line_say_how_much_is_written(tmp_path: Path) -> None:
+    for name, size_gb in cli.SIZES_GB.items():
+        assert checkpoint_spec(name).size_bytes / 1e9 == pytest.approx(size_gb, rel=0.03)
+    assert cli.SIZES_GB.keys() == set(CHECKPOINTS)
+    command = [sys.executable, "-m", "ckptio.bench"]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    assert "GB of one: qwen1.5b 3.1" in " ".join(done.stdout.split())
+    options = ["--checkpoints=tiny", "--loaders=ckptio,torch", "--rounds=1", "--warm", f"--dir={tmp_path}"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=True)
+    size_bytes = 3 * checkpoint_spec("tiny").size_bytes  # safetensors, ckptio, torch
+    assert f"writes up to {size_bytes} bytes" in done.stderr.splitlines()[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "ending"), [("making tiny as torch", signal.SIGINT), ("round 1/", signal.SIGTERM)]
+)
+def test_a_benchmark_that_is_told_to_end_leaves_nothing(
+    moment: str, ending: signal.Signals, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "ckptio.bench", "--checkpoints=tiny", "--loaders=ckptio,torch"]
+    process = subprocess.Popen(
+        [*command, "--rounds=1000", "--warm", f"--dir={tmp_path}"], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if moment in line:
+                break
+        process.send_signal(ending)
+        rest = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130, rest
+    assert "Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,7 @@ PLAN = {
     "layers.*.attn.q_proj": "colwise",
     "layers.*.attn.o_proj": "rowwise",
     "embed": "embedding_rowwise",
-    "head": "colwise_gather_output",
+    "lm_head": "colwise_gather_output",
     "norm": "sequence_parallel",
 }
 
@@ -128,7 +128,7 @@ def test_styles_of_a_tensor_parallel_plan_split_the_dimension_they_mean() -> Non
     assert place(plan, "layers.x.attn.q_proj.weight", 8, 4) == Place()
     assert place(plan, "norm.weight", 8) == Place()
     assert place(plan, "layers.0.attn.q_proj.step") == Place()
-    assert place(plan, "prehead.weight", 8, 8) == Place()
+    assert place(plan, "prelm_head.weight", 8, 8) == Place()
     with pytest.raises(ValueError, match="packed_colwise"):
         by_tensor_parallel({"mlp.gate_up": "packed_colwise"}, 2)
     with pytest.raises(ValueError, match="0 GPUs"):
@@ -152,7 +152,7 @@ def test_each_gpu_gets_its_part_and_the_export_is_the_source(
     assert manifest.tensor_count == len(model)
     assert manifest.parameter_count == sum(tensor.numel() for tensor in model.values())
     assert len(manifest.partitions) == gpus
-    stored = ckptio.load(any_path / "c")
+    stored = ckptio.load(any_path / "c", whole=False)
     for gpu in range(gpus):
         entries = index.of_gpu(gpu)
         assert entries.keys() == model.keys()
@@ -210,7 +210,7 @@ def test_a_view_of_other_tensors_bytes_is_not_split(tmp_path: Path) -> None:
     for plan in ({"b": "colwise"}, {"a": "colwise"}):
         with pytest.raises(ckptio.UnsupportedFormat, match=r"[ab]\.weight: is a view"):
             ckptio.convert(tmp_path / "m.pt", tmp_path / "c", partitioning=by_tensor_parallel(plan, 2))
-    copies = by_tensor_parallel({}, 2)
+    copies = by_tensor_parallel({"a": "replicate", "b": "replicate"}, 2)
     ckptio.convert(tmp_path / "m.pt", tmp_path / "c", partitioning=copies)
     exported = load_file(ckptio.export(tmp_path / "c", tmp_path / "stock"))
     assert torch.equal(exported["b.weight"], base.T)
@@ -255,6 +255,61 @@ def test_the_command_takes_plans_from_files_and_shows_them(
         assert all(torch.equal(exported[key], tensor) for key, tensor in model.items())
     assert main(["convert", source, str(tmp_path / "x"), "--tp-plan", str(tmp_path / "tp.json")]) == 1
     assert "also needs --gpus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "plan", "says"),
+    [
+        ("--tp-plan", {"foo.*": "colwise", "embed": "colwise"}, "no tensor matches 'foo.*'"),
+        ("--tp-plan", {"attn": "colwise"}, "no tensor matches 'attn'"),
+        ("--tp-plan", {}, "is empty"),
+        ("--device-map", {"nope": 0, "": 0}, "no tensor matches 'nope'"),
+        ("--device-map", {"model.layer": 0, "model.layers.3": 1, "": 0}, "'model.layer', 'model.layers.3'"),
+        ("--device-map", {}, "is empty"),
+    ],
+)
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_a_plan_with_entries_that_match_nothing_is_refused(
+    option: str,
+    plan: dict[str, object],
+    says: str,
+    is_dry: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """F2: a misspelt plan would pass silently, and copy what it was to split."""
+    save_file(a_model(), tmp_path / "m.safetensors")
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    command = ["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "c"), option]
+    command += [str(tmp_path / "plan.json"), *(["--gpus", "2"] if option == "--tp-plan" else [])]
+    assert main([*command, *(["--dry-run"] if is_dry else [])]) == 1
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
+def test_modules_without_tensors_that_every_model_names_may_be_in_a_plan(tmp_path: Path) -> None:
+    """A tied head, rotary embeddings, and the rest where nothing is left."""
+    save_file({"model.embed.weight": torch.ones(4, 2)}, tmp_path / "m.safetensors")
+    device_map = by_device_map({"model.embed": 1, "model.rotary_emb": 0, "lm_head": 0, "": 0})
+    parallel = by_tensor_parallel({"embed": "embedding_rowwise", "lm_head": "colwise"}, 2)
+    for number, plan in enumerate((device_map, parallel)):
+        ckptio.convert(tmp_path / "m.safetensors", tmp_path / str(number), partitioning=plan)
+        ckptio.verify(tmp_path / str(number))
+
+
+def test_a_device_map_with_a_number_of_gpus_or_with_a_key_twice_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(a_model(), tmp_path / "m.safetensors")
+    file = tmp_path / "map.json"
+    command = ["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "c"), "--device-map", str(file)]
+    file.write_text('{"": 0}')
+    assert main([*command, "--gpus", "4"]) == 1
+    assert "leave out --gpus" in capsys.readouterr().err
+    file.write_text('{"embed": 0, "": 0, "embed": 1}')
+    assert main(command) == 1
+    assert "'embed' occurs more than once" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
 
 
 def test_plans_of_transformers_are_understood() -> None:

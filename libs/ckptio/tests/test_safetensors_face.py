@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -140,3 +142,67 @@ def test_saving_needs_one_chunk_of_memory_beside_the_tensors(tmp_path: Path) -> 
     before = status_bytes("VmRSS")
     save_file(tensors, tmp_path / "x.safetensors")
     assert status_bytes("VmHWM") - before < 64 << 20
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_the_backend_of_safetensors_may_be_named(backend: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "x.safetensors")
+    assert_equal(load_file(tmp_path / "x.safetensors", backend=backend), {"w": torch.ones(3)})
+    with pytest.raises(ValueError, match="backend 'nope': safetensors has mmap and pread"):
+        load_file(tmp_path / "x.safetensors", backend="nope")
+
+
+def test_the_signatures_are_those_of_safetensors() -> None:
+    """Every argument that its functions have, ours have too, in the same order and with the same default."""
+    for ours, theirs in ((load_file, safetensors.torch.load_file), (save_file, safetensors.torch.save_file)):
+        expected = inspect.signature(theirs).parameters
+        got = inspect.signature(ours).parameters
+        for name, parameter in expected.items():
+            assert (got[name].kind, got[name].default) == (parameter.kind, parameter.default), name
+        assert list(got)[: len(expected)] == list(expected)
+
+
+def test_a_file_that_is_not_there_is_called_a_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="No such file or directory") as caught:
+        load_file(tmp_path / "nope")
+    assert caught.value.filename == str(tmp_path / "nope")
+    assert "model" not in str(caught.value).replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("save", [save_file, ckptio.save], ids=["save_file", "save"])
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ([torch.ones(3)], "not a value of type list"),
+        ([("w", torch.ones(3))], "not a value of type list"),
+        (torch.ones(3), "not a value of type Tensor"),
+        (None, "not a value of type NoneType"),
+        (torch.nn.Linear(2, 2), r"not a module \(Linear\); pass its state_dict\(\)"),
+        ({1: torch.ones(3)}, r"the name of a tensor is a string, not 1 \(int\)"),
+        ({b"w": torch.ones(3)}, r"the name of a tensor is a string, not b'w' \(bytes\)"),
+    ],
+    ids=["list", "pairs", "tensor", "none", "module", "number", "bytes"],
+)
+def test_what_is_no_map_of_tensors_is_refused_with_what_to_pass(
+    save: Callable, tensors: Any, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=reason):
+        save(tensors, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("save", [save_file, ckptio.save], ids=["save_file", "save"])
+def test_swapped_arguments_are_said_to_be_swapped(save: Callable, tmp_path: Path) -> None:
+    for place in (tmp_path / "x", str(tmp_path / "x")):
+        with pytest.raises(TypeError, match=r"save.*the arguments are swapped"):
+            save(place, {"w": torch.ones(3)})
+    with pytest.raises(TypeError, match="the place is a path, not a value of type int"):
+        save({"w": torch.ones(3)}, 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("metadata", [["a"], "text", 3, {"a": None}, {1: "a"}], ids=str)
+def test_metadata_is_a_map_of_strings(metadata: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="map of strings"):
+        save_file({"w": torch.ones(3)}, tmp_path / "x.safetensors", metadata)
+    assert list(tmp_path.iterdir()) == []

@@ -95,7 +95,10 @@ def test_a_header_that_breaks_a_rule_is_refused(
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "git lfs pull"),
         (b"<!DOCTYPE html><html>", "web page"),
         (b"\n<html>", "web page"),
-        (b"PK\x03\x04rest of a zip file", "pickled torch file"),
+        (
+            b"PK\x03\x04rest of a zip file",
+            "torch weights; convert them .named .bin. first: ckptio convert",
+        ),
         (b"GGUF\x03\0\0\0\0\0\0\0", "GGUF"),
         (b"\x10\0\0\0\0\0\0\0nothing like json", "not a safetensors file"),
     ],
@@ -190,3 +193,22 @@ def test_what_safetensors_cannot_hold_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=r"safetensors"):
             encode_header([(name, dtype, shape)], {})
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_torch_weights_are_not_read_but_said_to_be_convertible(
+    suffix: str, is_zip: bool, tmp_path: Path
+) -> None:
+    """By everything that reads what was published; what the text says to do works."""
+    path = tmp_path / f"m{suffix}"
+    state = {"w": torch.arange(3)}
+    torch.save(state, path, _use_new_zipfile_serialization=is_zip)
+    for read in (ckptio.load, ckptio.open, ckptio.load_file, ckptio.read_layout):
+        with pytest.raises(
+            ckptio.UnsupportedFormat,
+            match=rf"torch weights; convert them first: ckptio convert {path} DESTINATION$",
+        ):
+            read(path)
+    ckptio.convert(path, tmp_path / "c")
+    assert torch.equal(ckptio.load(tmp_path / "c")["w"], state["w"])

@@ -18,7 +18,8 @@ import ckptio
 from ckptio.dtypes import DTYPES
 from ckptio.index import TensorEntry
 from ckptio.layout import read_layout
-from ckptio.torch import _read_python, _views, contiguous_bytes
+from ckptio.torch import _read_python
+from ckptio.views import contiguous_bytes, make_views, make_wholes
 
 TORCH_DTYPES = sorted(name for name in DTYPES if hasattr(torch, name))
 
@@ -105,7 +106,8 @@ def test_any_state_dict_survives(
     assert_same(ckptio.load(path), state_dict)
     layout = read_layout(path)
     bases = [_read_python(layout, number, True) for number in range(len(layout.files))]
-    assert_same(_views(layout.index, bases), state_dict)
+    assert_same(make_views(layout.index, bases), state_dict)
+    assert_same(make_wholes(layout.index, bases, torch.device("cpu")), state_dict)
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)

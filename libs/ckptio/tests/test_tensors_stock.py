@@ -14,7 +14,8 @@ import ckptio
 from ckptio.dtypes import DTYPES
 from ckptio.layout import read_layout
 from ckptio.stock import encode_header
-from ckptio.torch import _contiguous_stride, _read_python, _views
+from ckptio.torch import _read_python
+from ckptio.views import contiguous_stride, make_views
 
 STOCK_DTYPES = sorted(name for name, dtype in DTYPES.items() if dtype.stock and hasattr(torch, name))
 
@@ -50,7 +51,7 @@ def test_unaligned_tensors_are_copied_never_misread(any_path: Path) -> None:
     loaded = ckptio.load(any_path)
     assert_equal(loaded, expected)
     assert loaded["tied"].data_ptr() == loaded["float32"].data_ptr()
-    assert_equal(_views(layout.index, [_read_python(layout, 0, False)]), expected)
+    assert_equal(make_views(layout.index, [_read_python(layout, 0, False)]), expected)
     pool_bytes = 1 << 20
     with ckptio.ChunkPool.create(None, pool_bytes, 4096) as pool, ckptio.Reader() as reader:
         size_bytes = layout.index.partitions[0].padded_bytes
@@ -117,7 +118,7 @@ def test_a_dtype_that_this_torch_lacks_is_named(tmp_path: Path) -> None:
 
 def test_strides_of_a_contiguous_tensor_are_those_of_torch() -> None:
     for shape in [(), (0,), (3,), (2, 0, 4), (2, 1, 5), (4, 3, 2)]:
-        assert _contiguous_stride(shape) == torch.empty(shape).stride()
+        assert contiguous_stride(shape) == torch.empty(shape).stride()
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

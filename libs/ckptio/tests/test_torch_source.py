@@ -336,3 +336,39 @@ def test_a_directory_without_weights_says_what_it_needs(tmp_path: Path, some_ten
         torch.save({}, tmp_path / "m" / name)
     with pytest.raises(ckptio.UnsupportedFormat, match=r"several .*a\.bin, b\.pt"):
         ckptio.convert(tmp_path / "m", tmp_path / "c")
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # any import of it fails, as where it is not installed
+from ckptio.cli import main
+root = sys.argv[1]
+statuses = [
+    main(["convert", f"{root}/model", f"{root}/c"]),
+    main(["convert", f"{root}/model/model.pt", f"{root}/c", "--dry-run"]),
+    main(["export", f"{root}/views", f"{root}/e"]),
+    main(["verify", f"{root}/views"]),
+]
+print(statuses)
+"""
+
+
+def test_without_torch_the_command_says_what_to_install(tmp_path: Path) -> None:
+    """One line for each command, no traceback; what needs no torch works."""
+    (tmp_path / "model").mkdir()
+    torch.save({"w": torch.ones(3)}, tmp_path / "model" / "model.pt")
+    ckptio.save({"view": torch.ones(3, 4).T}, tmp_path / "views")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[1, 1, 1, 0]"
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3
+    assert all(line.endswith("needs torch; install it with: pip install 'ckptio[torch]'") for line in lines)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "views"]
+
+
+def test_reading_torch_weights_as_they_are_is_answered_with_the_conversion(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    with pytest.raises(ckptio.UnsupportedFormat, match="convert them first: ckptio convert"):
+        ckptio.load(tmp_path)

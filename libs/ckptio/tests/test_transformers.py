@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,3 +302,113 @@ def test_what_is_no_model_says_so(a_checkpoint: Callable, tmp_path: Path) -> Non
     ckptio.save({"w": torch.ones(2)}, tmp_path / "s")
     with pytest.raises(ckptio.UnsupportedFormat, match=r"no config\.json here"):
         load_model(tmp_path / "s")
+
+
+def unreadable(published: Callable, tmp_path: Path, **fields: Any) -> Path:
+    """A converted model of which reading any weight fails."""
+    path = tmp_path / "unreadable"
+    ckptio.convert(published(a_llama(**fields)), path)
+    raw = (path / "partition_0.bin").read_bytes()
+    (path / "partition_0.bin").write_bytes(bytes(byte ^ 1 for byte in raw))
+    with pytest.raises(ckptio.CorruptCheckpoint, match="partition_0"):
+        load_model(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        ({"dtype": "nope"}, ValueError, "dtype 'nope': a model can have float16, bfloat16"),
+        ({"dtype": "torch.nope"}, ValueError, "dtype 'torch.nope': a model can have"),
+        ({"dtype": "int8"}, ValueError, "dtype 'int8': a model can have"),
+        ({"dtype": torch.int64}, ValueError, "a model can have"),
+        ({"dtype": "nn"}, ValueError, "dtype 'nn': a model can have"),
+        ({"dtype": 16}, ValueError, "dtype 16: a model can have"),
+        ({"model_class": "NoSuchModel"}, ValueError, r"'NoSuchModel': transformers .* has no such class"),
+        ({"model_class": "LlamaConfig"}, TypeError, "LlamaConfig.*a model class of transformers"),
+        ({"model_class": transformers.LlamaConfig}, TypeError, "LlamaConfig.*a model class of transformers"),
+        ({"model_class": 3}, TypeError, "model_class 3: a model class"),
+        ({"device_map": "disk"}, ValueError, "ckptio offloads nothing"),
+        ({"device_map": {"": "cpu", "lm_head": "disk"}}, ValueError, "ckptio offloads nothing"),
+        ({"device_map": "nope"}, ValueError, "device 'nope' is none of torch's"),
+        ({"device_map": {"": "nope"}}, ValueError, "device 'nope' is none of torch's"),
+        ({"device_map": {"": ["cpu"]}}, TypeError, "a name such as"),
+        ({"device_map": {}}, ValueError, r"no device for model\.embed_tokens\.weight, .* and 19 more"),
+        ({"device_map": {"model": "cpu"}}, ValueError, "no device for lm_head.weight$"),
+        ({"device_map": {"lm_head": "cpu", "model.layers": "cpu"}}, ValueError, "no device for model.embed"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_before_any_weight_is_read(
+    options: dict, kind: type[Exception], reason: str, published: Callable, tmp_path: Path
+) -> None:
+    path = unreadable(published, tmp_path, tied=False)
+    with pytest.raises(kind, match=reason):
+        load_model(path, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("device_map", ["cuda", 0, {"": 0}, {"": "cpu", "model.layers.1": "cuda:1"}], ids=str)
+def test_a_gpu_that_is_not_there_is_refused_before_any_weight_is_read(
+    device_map: Any, published: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(ckptio.DeviceError, match="use of cuda"):
+        load_model(unreadable(published, tmp_path), device_map)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_the_maps_that_transformers_makes_are_made(
+    device_map: str, published: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By accelerate, for the memory that there is; where it would offload to disk, nothing is read."""
+    path = published(a_llama())
+    expected = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert_same_model(load_model(path, device_map=device_map), expected)
+    monkeypatch.setattr("accelerate.utils.modeling.get_max_memory", lambda _=None: {"cpu": 20_000})
+    with pytest.raises(ValueError, match=f"'{device_map}': no memory is left for .*offloads nothing"):
+        load_model(unreadable(published, tmp_path), device_map=device_map)
+
+
+def test_accelerate_is_asked_for_before_any_weight_is_read(
+    published: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = unreadable(published, tmp_path)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    for device_map in ("auto", {"": "cpu", "lm_head": "meta"}):
+        with pytest.raises(ckptio.errors.PackageMissing, match=r"needs accelerate.*pip install accelerate"):
+            load_model(path, device_map)
+
+
+@pytest.mark.parametrize("dtype", ["auto", None])
+def test_the_stored_dtype_is_kept(dtype: Any, published: Callable) -> None:
+    assert load_model(published(a_llama(), torch.bfloat16), dtype=dtype).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["torch.float16", "half", "float16", torch.float16], ids=str)
+def test_a_dtype_has_every_name_that_torch_gives_it(dtype: Any, published: Callable) -> None:
+    assert load_model(published(a_llama()), dtype=dtype).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("LlamaModel", transformers.LlamaModel), ("AutoModelForCausalLM", transformers.LlamaForCausalLM)],
+)
+def test_a_class_can_be_chosen_by_name(name: str, kind: type, published: Callable) -> None:
+    assert type(load_model(published(a_llama()), model_class=name)) is kind
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_without_its_packages_the_module_says_what_to_install(package: str) -> None:
+    script = f"""
+import sys
+sys.modules[{package!r}] = None  # any import of it fails
+import ckptio
+for use in (lambda: ckptio.transformers, lambda: __import__("ckptio.transformers")):
+    try:
+        use()
+    except ckptio.CkptioError as error:
+        print(isinstance(error, ImportError), error)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    line = f"True ckptio.transformers needs {package}; install it with: pip install 'ckptio[transformers]'\n"
+    assert (done.stdout, done.stderr) == (line * 2, "")

@@ -12,6 +12,7 @@ from ckptio.checkpoint import read_index, read_manifest, verify
 from ckptio.convert import ConversionPlan, convert, plan_conversion
 from ckptio.devices import CudaStatus, DeviceBuffer, cuda_status
 from ckptio.errors import (
+    BadDestination,
     Cancelled,
     CheckpointExists,
     CkptioError,
@@ -22,6 +23,7 @@ from ckptio.errors import (
     MissingFile,
     ModelMismatch,
     NativeMissing,
+    PackageMissing,
     PoolExhausted,
     SharedTensors,
     TruncatedCheckpoint,
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CHUNK_SIZE_BYTES",
+    "BadDestination",
     "CancelToken",
     "Cancelled",
     "Checkpoint",
@@ -82,6 +85,7 @@ __all__ = [
     "ModelMismatch",
     "NativeMissing",
     "NativeStatus",
+    "PackageMissing",
     "PartitionInfo",
     "Partitioning",
     "PoolExhausted",
@@ -146,4 +150,9 @@ def __getattr__(name: str) -> Any:
         from ckptio.native import require_native
 
         return getattr(require_native(), name)
-    return getattr(importlib.import_module(_LATE[name]), name)
+    try:
+        return getattr(importlib.import_module(_LATE[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise PackageMissing(f"ckptio.{name}", package="torch", extra="torch") from error

@@ -44,6 +44,12 @@ def read_manifest(path: PathLike) -> Manifest:
         raise UnsupportedFormat(
             path, f"no {MANIFEST_FILE} here: not a checkpoint of ckptio; convert it"
         ) from error
+    except NotADirectoryError as error:
+        if not Path(path).is_file():
+            raise
+        raise UnsupportedFormat(
+            path, f"is a file; give the checkpoint directory, such as {Path(path).parent}"
+        ) from error
     return Manifest.from_json(raw, file)
 
 

@@ -10,28 +10,41 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
+import ckptio
 from ckptio.checkpoint import read_checkpoint, verify
 from ckptio.convert import ConversionPlan, convert, plan_conversion
+from ckptio.devices import cuda_status
 from ckptio.errors import CkptioError, UnsupportedFormat
 from ckptio.export import export
 from ckptio.index import Index
 from ckptio.manifest import Manifest
 from ckptio.native import native_status
 from ckptio.partitioning import Partitioning, by_device_map, by_tensor_parallel
-from ckptio.source import read_json_object
+from ckptio.source import lone_shard_warning, read_json_object
 from ckptio.writer import Progress
 
 # A plan names modules; a few MB are enough for any model.
 PLAN_BYTES_MAX = 16 * 1024 * 1024
 
 _GIB = 1024**3
+_READER_LEFT = 128 + 13  # as a shell says it of a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 0 when it worked, 1 for a bad checkpoint or a system error, 130 when interrupted."""
-    options = _parser().parse_args(arguments)
+    """Runs the command; 0 when it worked, 1 for a bad checkpoint or a system error, 130 when interrupted.
+
+    141 when whoever reads the output wants no more of it.
+    """
     try:
-        return int(options.run(options))
+        arguments = sys.argv[1:] if arguments is None else arguments
+        options = _parser(has_bench="bench" in arguments).parse_args(arguments)
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # What is still in the buffer would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_LEFT
     except (CkptioError, OSError) as error:
         print(f"ckptio: {error}", file=sys.stderr)
         return 1
@@ -43,10 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    from ckptio.bench.cli import add_parser  # here: the bench builds on all else
-
+def _parser(*, has_bench: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ckptio", description="Checkpoints made for loading.")
+    parser.add_argument("--version", action="version", version=f"ckptio {ckptio.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("convert", help="convert a model directory of safetensors or torch files")
@@ -79,6 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("checkpoint", type=Path)
     command.add_argument("destination", type=Path, help="directory to make")
     command.add_argument("--overwrite", action="store_true", help="replace an export at the destination")
+    command.add_argument(
+        "--no-verify",
+        action="store_false",
+        dest="verify",
+        help="do not compare the bytes with their digests: for what is left of a damaged checkpoint",
+    )
     command.set_defaults(run=_export)
 
     command = commands.add_parser("inspect", help="show what a checkpoint holds, without reading weights")
@@ -91,7 +109,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("checkpoint", type=Path)
     command.set_defaults(run=_verify)
 
-    add_parser(commands)
+    if has_bench:
+        # Here, because no other command needs what the benchmark imports.
+        from ckptio.bench.cli import add_parser
+
+        add_parser(commands)
+    else:
+        commands.add_parser("bench", help="measure loading on this machine, beside other loaders")
 
     command = commands.add_parser("doctor", help="show what this machine offers to the loader")
     command.set_defaults(run=_doctor)
@@ -103,6 +127,9 @@ def _convert(options: argparse.Namespace) -> int:
     if options.dry_run:
         _print_plan(plan_conversion(options.source, options.destination, partitioning=partitioning))
         return 0
+    warning = lone_shard_warning(options.source) if options.source.is_file() else ""
+    if warning:
+        print(f"ckptio: warning: {warning}", file=sys.stderr)
     manifest = convert(
         options.source,
         options.destination,
@@ -121,9 +148,11 @@ def _partitioning(options: argparse.Namespace) -> Partitioning | int | None:
     file = options.device_map or options.tp_plan
     if file is None:
         return cast("int | None", options.gpus)
-    table = read_json_object(file, PLAN_BYTES_MAX)
+    table = read_json_object(file, PLAN_BYTES_MAX, is_strict=True)
     try:
         if options.tp_plan is None:
+            if options.gpus is not None:
+                raise ValueError("a device map says itself which GPUs there are; leave out --gpus")
             return by_device_map(cast("dict[str, int | str]", table))
         if options.gpus is None:
             raise ValueError("a tensor-parallel plan also needs --gpus")
@@ -152,7 +181,11 @@ def _print_plan(plan: ConversionPlan) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     path = export(
-        options.checkpoint, options.destination, overwrite=options.overwrite, progress=_progress_line()
+        options.checkpoint,
+        options.destination,
+        overwrite=options.overwrite,
+        verify=options.verify,
+        progress=_progress_line(),
     )
     print(path)
     return 0
@@ -202,7 +235,14 @@ def _doctor(options: argparse.Namespace) -> int:
     print(f"native part   {'loaded' if status.is_loaded else 'missing: ' + status.reason}")
     if status.is_loaded:
         _report_pool()
+        _report_gpus()
     return 0 if status.is_loaded else 1
+
+
+def _report_gpus() -> None:
+    status = cuda_status()
+    text = f"none: {status.reason}" if status.reason else str(status.device_count)
+    print(f"GPUs          {text}")
 
 
 def _report_pool() -> None:

@@ -12,8 +12,10 @@ from ckptio.inputs import Input, opened_input
 from ckptio.manifest import MANIFEST_FILE, Manifest
 from ckptio.partitioning import Partitioning
 from ckptio.plan import CHUNK_SIZE_BYTES
-from ckptio.publish import LOCK_WAIT_S, SPACE_MARGIN_BYTES, publishing
+from ckptio.publish import LOCK_WAIT_S, SPACE_MARGIN_BYTES, check_outside, publishing
+from ckptio.replaceable import why_not_replaceable
 from ckptio.resume import Journal
+from ckptio.source import lone_shard_warning
 from ckptio.writer import Progress, write_checkpoint
 
 
@@ -41,9 +43,11 @@ def convert(
     `resume` a conversion that was stopped or ran out of space leaves a hidden directory, and the next one of
     the same source goes on from there. A second converter of the same destination waits up to `wait_s`.
     Nothing is visible at `destination` until all of it is on the device. Raises `CheckpointExists`,
-    `ConversionInProgress`, `InsufficientSpace`, `Cancelled`, and for a bad source or a plan that does not fit
-    it `MissingFile`, `UnsupportedFormat`, `CorruptCheckpoint`, `TruncatedCheckpoint`.
+    `BadDestination` (inside the source), `ConversionInProgress`, `InsufficientSpace`, `Cancelled`, for torch
+    files without torch `PackageMissing`, and for a bad source or a plan that does not fit it `MissingFile`,
+    `UnsupportedFormat`, `CorruptCheckpoint`, `TruncatedCheckpoint`.
     """
+    check_outside(Path(destination), Path(source))
     with opened_input(
         Path(source), source_name=source_name, revision=revision, partitioning=partitioning
     ) as opened:
@@ -106,6 +110,8 @@ def plan_conversion(
 
     Raises what `convert` raises for a bad source.
     """
+    if destination is not None:
+        check_outside(Path(destination), Path(source))
     with opened_input(Path(source), partitioning=partitioning) as opened:
         opened = _with_gpus(opened, partition_of)
         content = opened.content
@@ -153,20 +159,42 @@ def _with_gpus(opened: Input, partition_of: Callable[[str], int] | None) -> Inpu
 
 
 def _available_bytes(destination: Path) -> int:
-    directory = Path(os.path.abspath(destination))
+    status = os.statvfs(_existing_above(destination))
+    return status.f_bavail * status.f_frsize
+
+
+def _existing_above(destination: Path) -> Path:
+    """The nearest directory, or whatever it is, above `destination` that there is already."""
+    directory = Path(os.path.abspath(destination)).parent
     while not directory.exists():
         directory = directory.parent
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
+    return directory
 
 
 def _warnings(
     opened: Input, destination: PathLike | None, required_bytes: int, available_bytes: int | None
 ) -> tuple[str, ...]:
     warnings = [f"{name}: other weights, not converted and not copied" for name in opened.ignored]
+    warnings += [text for text in map(lone_shard_warning, opened.weights) if text and opened.is_one_file]
     if available_bytes is not None and available_bytes < required_bytes:
         missing_bytes = required_bytes - available_bytes
         warnings.append(f"{destination}: {missing_bytes} bytes more must be free before this can work")
-    if destination is not None and os.path.lexists(destination):
-        warnings.append(f"{destination}: exists; it is kept unless overwriting is asked for")
+    if destination is not None:
+        warnings += _destination_warnings(Path(destination))
     return tuple(warnings)
+
+
+def _destination_warnings(destination: Path) -> list[str]:
+    warnings = []
+    parent = _existing_above(destination)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
+        warnings.append(f"{destination}: cannot be made, because {parent} cannot be written to")
+    if os.path.lexists(destination):
+        reason = why_not_replaceable(destination, MANIFEST_FILE)
+        kept = (
+            f"{reason}: it is never replaced"
+            if reason
+            else "exists; it is kept unless overwriting is asked for"
+        )
+        warnings.append(f"{destination}: {kept}")
+    return warnings

@@ -93,9 +93,9 @@ class DeviceBuffer:
     @classmethod
     def borrow(cls, device: str, address: int, size_bytes: int, owner: Any) -> DeviceBuffer:
         """Memory of `owner`, such as a tensor, which is kept alive; `address` in the device's terms."""
-        return cls(
-            require_native().DeviceMemory.borrow(device_number(device), address, size_bytes, owner), device
-        )
+        number = device_number(device)
+        memory = require_native().DeviceMemory.borrow(number, address, size_bytes, owner)
+        return cls(memory, device, is_ours=False)
 
     @property
     def memory(self) -> DeviceMemory:

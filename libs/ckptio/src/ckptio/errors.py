@@ -173,3 +173,23 @@ class ModelMismatch(CkptioError):
             if names
         )
         super().__init__(f"{self.path}: the tensors do not fit the model of its config: {listed}")
+
+
+class BadDestination(CkptioError):
+    """Nothing is written to `path`; `reason` says why it is the wrong place, and what to do."""
+
+    def __init__(self, path: PathLike, reason: str) -> None:
+        self.path = Path(path)
+        self.reason = reason
+        super().__init__(f"{self.path}: {reason}")
+
+
+class PackageMissing(CkptioError, ImportError):
+    """What was asked for needs the package `package`, which is not installed."""
+
+    def __init__(self, purpose: str, *, package: str, extra: str = "") -> None:
+        self.purpose = purpose
+        self.package = package
+        what = f"'ckptio[{extra}]'" if extra else package
+        super().__init__(f"{purpose} needs {package}; install it with: pip install {what}")
+        self.name = package

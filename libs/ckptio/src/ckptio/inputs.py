@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptio.errors import UnsupportedFormat
+from ckptio.errors import PackageMissing, UnsupportedFormat
 from ckptio.files import naming, opened, page_buffer, read_exactly
 from ckptio.manifest import Source
 from ckptio.partitioning import Partitioning, Share, balanced, divide
@@ -33,7 +33,7 @@ class Input:
     """The content of a conversion; `places` tells in which file and where the bytes of each extent are.
 
     `gpu_of` has the GPU of the first tensor of every extent, when a partition plan was given. `ignored` are
-    weights in other files, which are not part of the model.
+    weights in other files, which are not part of the model. `is_one_file`: the source was no directory.
     """
 
     content: Content
@@ -41,6 +41,7 @@ class Input:
     weights: tuple[Path, ...]
     ignored: tuple[str, ...] = ()
     gpu_of: Mapping[str, int] | None = None
+    is_one_file: bool = False
 
     def layouts(self) -> tuple[PartitionLayout, ...]:
         """Where everything goes."""
@@ -131,7 +132,12 @@ def _is_torch(source: Path) -> bool:
 
 def _torch_input(source: Path, origin: Source) -> Input:
     # Here, because all else works without torch.
-    from ckptio.torch_source import open_torch
+    try:
+        from ckptio.torch_source import open_torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise PackageMissing(f"{source}: reading torch weights", package="torch", extra="torch") from error
 
     found = find_weights(source, TORCH)
     assert found is not None
@@ -146,7 +152,13 @@ def _torch_input(source: Path, origin: Source) -> Input:
         other_files=rest.other_files,
     )
     places = [(os.fspath(item.file), item.number) for item in items]
-    return Input(content=content, places=places, weights=found.files, ignored=rest.ignored)
+    return Input(
+        content=content,
+        places=places,
+        weights=found.files,
+        ignored=rest.ignored,
+        is_one_file=source.is_file(),
+    )
 
 
 def _stock_input(stock: StockSource, path: Path, origin: Source, stack: ExitStack) -> Input:
@@ -166,7 +178,13 @@ def _stock_input(stock: StockSource, path: Path, origin: Source, stack: ExitStac
         other_files=stock.other_files,
     )
     places = [(os.fspath(shard.file), shard.tensor.offset_bytes) for shard in tensors]
-    return Input(content=content, places=places, weights=paths, ignored=stock.ignored)
+    return Input(
+        content=content,
+        places=places,
+        weights=paths,
+        ignored=stock.ignored,
+        is_one_file=path.is_file(),
+    )
 
 
 def _extent(shard: ShardTensor, tied: list[str] | tuple[str, ...]) -> Extent:

@@ -6,7 +6,8 @@ import ctypes
 import os
 import threading
 import warnings
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterator, KeysView, Mapping
+from functools import cached_property
 
 import torch
 
@@ -16,7 +17,7 @@ from ckptio.files import naming, page_buffer, read_exactly
 from ckptio.index import Index, TensorEntry
 from ckptio.layout import Layout, read_layout
 from ckptio.manifest import Manifest
-from ckptio.torch import tensor_of
+from ckptio.views import join_slices, tensor_of
 
 
 def open(path: PathLike, *, verify: bool = True) -> Checkpoint:
@@ -24,7 +25,8 @@ def open(path: PathLike, *, verify: bool = True) -> Checkpoint:
 
     With `verify` the first tensor of a chunk (16 MiB, unless converted otherwise) costs reading and digesting
     all chunks that it touches; each chunk is digested once. Later tensors of it, and all of stock
-    checkpoints, which have no digests, cost their own bytes only. Raises the errors of `read_layout`.
+    checkpoints, which have no digests, cost their own bytes only. A tensor that several GPUs share is read
+    whole, joined from its slices; `keys` has no others. Raises the errors of `read_layout`.
     """
     return Checkpoint(read_layout(path), verify=verify)
 
@@ -49,7 +51,7 @@ class Checkpoint:
 
     @property
     def index(self) -> Index:
-        """Where every tensor is."""
+        """Where every tensor is; the slices of those that several GPUs share are in it one by one."""
         return self._layout.index
 
     @property
@@ -58,32 +60,31 @@ class Checkpoint:
         return self._layout.manifest
 
     def keys(self) -> KeysView[str]:
-        """The names of all tensors."""
-        return self.index.keys()
+        """The names of all tensors, whole ones also where several GPUs share them."""
+        return self._rows_of.keys() if self.index.slices else self.index.keys()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Reads one tensor into memory of its own; tied ones are tied only when they are loaded together.
 
+        `name` may be that of a slice as well ("lm_head.weight#0"), which reads it alone.
         Raises KeyError, `CorruptCheckpoint`, `TruncatedCheckpoint`, OSError, and ValueError after `close`.
         """
         self._check_alive()
-        entry = self.index[name]
-        raw = torch.empty(entry.size_bytes, dtype=torch.uint8)
-        target = memoryview((ctypes.c_ubyte * entry.size_bytes).from_address(raw.data_ptr())).cast("B")
-        with self._lock:
-            self._check_alive()
-            with naming(self._layout.files[entry.partition]):
-                self._read(entry, target)
-        return tensor_of(entry, raw)
+        rows = self._rows_of.get(name) if self.index.slices else None
+        entries = [self.index.entry(row) for row in rows] if rows else [self.index[name]]
+        part = self.index.slices.get(rows[0]) if rows else None
+        if part is not None and part.dimension is not None:
+            return join_slices(entries, [self._bytes_of(entry) for entry in entries], part.dimension)
+        return tensor_of(entries[0], self._bytes_of(entries[0]))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.index)
+        return iter(self.keys())
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self.index.tensor_count
 
     def __contains__(self, name: object) -> bool:
-        return name in self.index
+        return name in self.keys() or name in self.index
 
     def close(self) -> None:
         """Closes the files; tensors stay. Closing twice is fine."""
@@ -104,6 +105,19 @@ class Checkpoint:
         if not getattr(self, "_is_closed", True):
             warnings.warn("unclosed ckptio checkpoint", ResourceWarning, source=self, stacklevel=2)
             self.close()
+
+    @cached_property
+    def _rows_of(self) -> Mapping[str, tuple[int, ...]]:
+        return self.index.rows_of_wholes()
+
+    def _bytes_of(self, entry: TensorEntry) -> torch.Tensor:
+        raw = torch.empty(entry.size_bytes, dtype=torch.uint8)
+        target = memoryview((ctypes.c_ubyte * entry.size_bytes).from_address(raw.data_ptr())).cast("B")
+        with self._lock:
+            self._check_alive()
+            with naming(self._layout.files[entry.partition]):
+                self._read(entry, target)
+        return raw
 
     def _check_alive(self) -> None:
         if self._is_closed:

@@ -45,7 +45,10 @@ class Loaded:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors by name over the pool's bytes, without a copy; writes to them stay private."""
+        """Tensors by the names of the index, over the pool, without a copy; writes to them stay private.
+
+        What a plan split over GPUs is here in its parts ("weight#0"); see `Index.of_gpu`.
+        """
         from ckptio.torch import tensors
 
         with self._lock:

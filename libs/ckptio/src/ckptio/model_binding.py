@@ -62,6 +62,16 @@ def bind(model: Any, tensors: Mapping[str, torch.Tensor], device_of: DeviceOf, p
         _bind_group(model, group, own)
 
 
+def check_places(model: Any, device_of: DeviceOf) -> None:
+    """Raises ValueError when a tensor of `model` has no device, naming the first ones."""
+    names = [group[0].name for group in _groups(model)]
+    names += [name for name, _ in model.named_non_persistent_buffers()]
+    homeless = [name for name in names if device_of(name) is None]
+    if homeless:
+        more = f" and {len(homeless) - 4} more" if len(homeless) > 4 else ""
+        raise ValueError(f"device_map has no device for {', '.join(homeless[:4])}{more}")
+
+
 def compute_buffers(model: Any, device_of: DeviceOf) -> None:
     """Gives the buffers that are in no checkpoint (such as rotary frequencies) memory and their values.
 

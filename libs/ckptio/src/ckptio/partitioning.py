@@ -18,6 +18,12 @@ from ckptio.index import Slice
 from ckptio.index_rules import PARTITIONS_MAX, slice_name
 from ckptio.plan import Extent, Member, size_of
 
+# Modules that a plan made from a model names although a checkpoint may have no tensor for them: buffers that
+# are computed, and a head that is tied to the embedding.
+_OFTEN_WITHOUT_TENSORS = frozenset({"rotary_emb", "lm_head"})
+
+_NAMED_MAX = 8
+
 # Styles of a tensor-parallel plan, by what they do to the weight (and to a bias or scale of one dimension).
 _SPLIT_ROWS = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise"})
 _SPLIT_COLUMNS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "embedding_colwise"})
@@ -34,10 +40,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partitioning:
-    """A partition plan for `gpus` GPUs: `place_of` tells the place of a tensor by its name and shape."""
+    """A partition plan for `gpus` GPUs: `place_of` tells the place of a tensor by its name and shape.
+
+    `unused` tells, of the names of all tensors, which entries of the plan none of them matches.
+    """
 
     gpus: int
     place_of: Callable[[str, tuple[int, ...]], Place]
+    unused: Callable[[Sequence[str]], tuple[str, ...]] = lambda names: ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +74,8 @@ def by_device_map(device_map: Mapping[str, int | str]) -> Partitioning:
     """A plan from a device map such as `{"model.layers.0": 0, "": 1}`: the longest module that holds wins.
 
     Devices are numbers, or "cuda:1". Raises ValueError for any other device, and later for a tensor that no
-    module of the map holds.
+    module of the map holds, and for a module that holds no tensor (unless that is usual: "" for all the rest,
+    rotary embeddings, a tied head).
     """
     gpu_of = {module: _gpu(device, module) for module, device in device_map.items()}
     if not gpu_of:
@@ -78,7 +89,16 @@ def by_device_map(device_map: Mapping[str, int | str]) -> Partitioning:
             module = module.rpartition(".")[0]
         return Place(gpu=gpu_of[module])
 
-    return Partitioning(gpus=max(gpu_of.values()) + 1, place_of=place_of)
+    def unused(names: Sequence[str]) -> tuple[str, ...]:
+        holders = {""}
+        for name in names:
+            module = name
+            while module and module not in holders:
+                holders.add(module)
+                module = module.rpartition(".")[0]
+        return tuple(module for module in gpu_of if module not in holders and not _may_be_absent(module))
+
+    return Partitioning(gpus=max(gpu_of.values()) + 1, place_of=place_of, unused=unused)
 
 
 def balanced(names_and_sizes: Sequence[tuple[str, int]], gpus: int) -> Partitioning:
@@ -123,14 +143,20 @@ def by_tensor_parallel(plan: Mapping[str, str], gpus: int) -> Partitioning:
     bias along their first dimension, "rowwise" a weight along its last, with a whole bias on each GPU; all
     that no pattern names is copied to each GPU. Dimensions that `gpus` does not divide are split as
     `torch.chunk` does. Raises ValueError for a style that needs to know more of the model than the plan says
-    (packed and expert weights), and later for a dimension too short to give each GPU a part.
+    (packed and expert weights), for an empty plan, and later for a dimension too short to give each GPU a
+    part, and for a pattern that fits no tensor (unless that is usual: a tied head).
     """
     _check_gpus(gpus)
+    if not plan:
+        raise ValueError("the tensor-parallel plan is empty: it would copy the whole model to each GPU")
     for pattern, style in plan.items():
         if style not in _SPLIT_ROWS | _SPLIT_COLUMNS | _COPY:
             raise ValueError(f"{pattern}: style {style!r} cannot be split by ckptio; leave it out to copy it")
+    expressions = {
+        pattern: re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+")) for pattern in plan
+    }
     patterns = [
-        (re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+")), style)
+        (expressions[pattern], style)
         for pattern, style in sorted(plan.items(), key=lambda item: (-len(item[0]), item[0]))
     ]
 
@@ -144,7 +170,15 @@ def by_tensor_parallel(plan: Mapping[str, str], gpus: int) -> Partitioning:
                 return _place_by_style(style, shape)
         return Place()
 
-    return Partitioning(gpus=gpus, place_of=place_of)
+    def unused(names: Sequence[str]) -> tuple[str, ...]:
+        texts = {text for name in names for text in (name, name.rpartition(".")[0])}
+        return tuple(
+            pattern
+            for pattern, expression in expressions.items()
+            if not _may_be_absent(pattern) and not any(map(expression.fullmatch, texts))
+        )
+
+    return Partitioning(gpus=gpus, place_of=place_of, unused=unused)
 
 
 def split_sizes(size: int, gpus: int) -> tuple[int, ...]:
@@ -159,8 +193,10 @@ def split_sizes(size: int, gpus: int) -> tuple[int, ...]:
 def divide(extents: Sequence[Extent], partitioning: Partitioning) -> tuple[Share, ...]:
     """What each GPU gets of `extents`, in their order for each GPU.
 
-    Raises ValueError, naming the tensor, when the plan does not fit it.
+    Raises ValueError, naming the tensor, when the plan does not fit it, and for entries of the plan that
+    match no tensor, naming those.
     """
+    _check_all_used(extents, partitioning)
     shares: list[Share] = []
     for number, extent in enumerate(extents):
         members_at: dict[Place, list[Member]] = {}
@@ -180,6 +216,18 @@ def divide(extents: Sequence[Extent], partitioning: Partitioning) -> tuple[Share
             else:
                 shares += _split(number, extent, members, place.dimension, partitioning.gpus)
     return tuple(sorted(shares, key=lambda share: share.gpu))
+
+
+def _check_all_used(extents: Sequence[Extent], partitioning: Partitioning) -> None:
+    unused = partitioning.unused([member.name for extent in extents for member in extent.members])
+    if unused:
+        more = ", …" if len(unused) > _NAMED_MAX else ""
+        listed = ", ".join(repr(entry) for entry in unused[:_NAMED_MAX])
+        raise ValueError(f"no tensor matches {listed}{more}; correct the plan, or leave that out")
+
+
+def _may_be_absent(module: str) -> bool:
+    return module.rpartition(".")[2] in _OFTEN_WITHOUT_TENSORS
 
 
 def _copy(number: int, extent: Extent, members: Sequence[Member], gpu: int) -> Share:

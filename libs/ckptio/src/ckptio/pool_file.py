@@ -1,8 +1,8 @@
 """The file of a chunk pool: who owns it, and when an old one may be replaced.
 
 Beside a pool "x" lies ".x.ckptio-pool". Whoever holds its lock owns the pool; it names the file that the
-owner made, so that nothing else at that path is ever taken for an old pool. The kernel drops the lock of a dead
-owner.
+owner made, so that nothing else at that path is ever taken for an old pool. The kernel drops the lock of an
+owner that died.
 """
 
 from __future__ import annotations

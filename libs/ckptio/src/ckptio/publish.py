@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptio.errors import (
+    BadDestination,
     Cancelled,
     CheckpointExists,
     CkptioError,
@@ -25,6 +26,7 @@ from ckptio.errors import (
     InsufficientSpace,
 )
 from ckptio.files import sync_directory
+from ckptio.replaceable import why_not_replaceable
 from ckptio.resume import is_resumable
 
 # How often a waiting writer looks again; a conversion takes seconds to minutes.
@@ -53,10 +55,10 @@ def publishing(
     """Gives an empty directory to fill; at the end it becomes `destination`, on an error it is removed.
 
     With a `fingerprint` the directory stays, hidden, after a cancellation or a failing device, if it has a
-    journal of that content; the next call with that fingerprint gives it again. Only a directory that has a
-    file `marker`, or an empty one, is ever replaced. The caller syncs each file that it writes. Raises
-    `CheckpointExists`, `ConversionInProgress` after `wait_s`, and `Cancelled` when `cancelled()` says so
-    while waiting.
+    journal of that content; the next call with that fingerprint gives it again. Only an empty directory is
+    ever replaced, or one whose file `marker` shows that ckptio wrote all that is in it (`replaceable`). The
+    caller syncs each file that it writes. Raises `CheckpointExists`, `ConversionInProgress` after `wait_s`,
+    and `Cancelled` when `cancelled()` says so while waiting.
     """
     destination = Path(os.path.abspath(destination))
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,17 @@ def check_space(directory: Path, required_bytes: int) -> None:
         )
 
 
+def check_outside(destination: Path, source: Path) -> None:
+    """Raises `BadDestination` when `destination` is inside the directory `source`."""
+    inner, outer = (Path(os.path.realpath(path)) for path in (destination, source))
+    if not outer.is_dir():
+        return
+    if inner != outer and inner.is_relative_to(outer):
+        raise BadDestination(
+            destination, f"is inside {source}, which would become part of the model; choose a place outside"
+        )
+
+
 @contextmanager
 def _locked(destination: Path, cancelled: Callable[[], bool] | None, wait_s: float) -> Iterator[None]:
     path = destination.parent / f".{destination.name}.ckptio-lock"
@@ -111,7 +124,13 @@ def _locked(destination: Path, cancelled: Callable[[], bool] | None, wait_s: flo
 
 
 def _try_lock(path: Path) -> int | None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        # Nobody asked for the lock file: what cannot be written to is the directory.
+        raise OSError(error.errno, error.strerror, os.fspath(path.parent)) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):
@@ -125,13 +144,14 @@ def _try_lock(path: Path) -> int | None:
 def _check_free(destination: Path, marker: str, overwrite: bool) -> None:
     if not os.path.lexists(destination):
         return
-    if not overwrite:
-        raise CheckpointExists(destination)
-    is_ours = (destination / marker).is_file()
-    is_empty = destination.is_dir() and not any(destination.iterdir())
-    if not is_ours and not is_empty:
+    reason = why_not_replaceable(destination, marker)
+    if reason:
         raise CheckpointExists(
-            destination, f"exists and has no {marker}: it is something else, and not replaced"
+            destination, f"{reason}: it is not replaced; choose another destination, or remove it yourself"
+        )
+    if not overwrite:
+        raise CheckpointExists(
+            destination, "exists; pass overwrite=True (--overwrite in the command) to replace it"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,24 +16,34 @@ from ckptio.files import opened, page_buffer, sync_directory, write_exactly
 from ckptio.layout import read_layout
 from ckptio.plan import CHUNK_SIZE_BYTES
 from ckptio.publish import check_space
-from ckptio.state_dict import make_extents, plain_tensor
+from ckptio.state_dict import check_state_dict, make_extents, plain_tensor
 from ckptio.stock import encode_header
+from ckptio.targets import Device, target_of
 from ckptio.torch import load_layout
 
+# How the safetensors package may be told to read.
+_BACKENDS = ("mmap", "pread")
 
-def load_file(filename: PathLike, device: str | int | torch.device = "cpu") -> dict[str, torch.Tensor]:
+
+def load_file(
+    filename: PathLike, device: Device = "cpu", *, backend: str = "mmap"
+) -> dict[str, torch.Tensor]:
     """Reads one safetensors file with the threads of ckptio; what it stores, as safetensors gives it.
 
     A tensor that the file holds unaligned is copied, all others are views of one storage. A number as device
-    is a GPU. Raises FileNotFoundError, `TruncatedCheckpoint`, `CorruptCheckpoint`, or `UnsupportedFormat` for
+    is a GPU. `backend` says how safetensors would read ("mmap", "pread"); here it changes nothing. Raises
+    FileNotFoundError, `TruncatedCheckpoint`, `CorruptCheckpoint`, or `UnsupportedFormat` for
     anything else than such a file: a directory is for `ckptio.load`.
     """
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend {backend!r}: safetensors has {' and '.join(_BACKENDS)}")
     path = Path(filename)
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
     if path.is_dir():
         raise UnsupportedFormat(path, "a directory, and this reads one file; use ckptio.load for it")
     layout = read_layout(path)
-    target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    loaded = load_layout(layout, target)
+    loaded = load_layout(layout, target_of(device))
     # The names of tied tensors are only noted in such a file, and its own package leaves them out.
     for rows in layout.index.aliases:
         for row in rows[1:]:
@@ -45,10 +56,12 @@ def save_file(
 ) -> None:
     """Writes a safetensors file: complete and on the device, or not there at all.
 
-    Memory in use is one chunk beside the tensors. Raises `SharedTensors` (a RuntimeError) when tensors share
-    bytes, `UnsaveableTensor` (a ValueError) for what is sparse, not contiguous, or of a dtype that the format
-    does not have, `InsufficientSpace`, OSError. Nothing of an old file is lost when it fails.
+    Memory in use is one chunk beside the tensors. Raises TypeError for anything but a map of names to
+    tensors, `SharedTensors` (a RuntimeError) when tensors share bytes, `UnsaveableTensor` (a ValueError) for
+    what is sparse, not contiguous, or of a dtype that the format does not have, `InsufficientSpace`, OSError.
+    Nothing of an old file is lost when it fails.
     """
+    check_state_dict(tensors, filename, call="save_file(tensors, filename)")
     path = Path(filename)
     plain = {name: _plain(name, tensor, path) for name, tensor in tensors.items()}
     _refuse_shared(plain, path)
@@ -91,8 +104,9 @@ def _header(
         if DTYPES[dtype].stock is None:
             raise UnsaveableTensor(path, name, f"safetensors has no {dtype}; ckptio.save has it")
         rows.append((name, dtype, tuple(tensor.shape)))
-    texts = dict(metadata or {})
-    if not all(isinstance(text, str) for pair in texts.items() for text in pair):
+    texts = {} if metadata is None else metadata
+    is_map = isinstance(texts, Mapping)
+    if not is_map or not all(isinstance(text, str) for pair in texts.items() for text in pair):
         raise TypeError("metadata must be a map of strings")
     try:
         return encode_header(rows, texts)

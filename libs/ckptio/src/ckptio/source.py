@@ -15,6 +15,7 @@ from ckptio.errors import CorruptCheckpoint, MissingFile, PathLike, UnsupportedF
 from ckptio.files import read_bounded
 from ckptio.index_rules import check_name
 from ckptio.manifest import INDEX_FILE, MANIFEST_FILE, check_file_name
+from ckptio.replaceable import is_own_output
 from ckptio.stock import StockHeader, StockTensor, read_header
 
 # The index of a sharded checkpoint lists every tensor; a few MB for the largest models there are.
@@ -107,6 +108,10 @@ def open_source(source: Path) -> StockSource:
     """
     found = find_weights(source, SAFETENSORS)
     if found is None:
+        if find_weights(source, TORCH) is not None:
+            raise UnsupportedFormat(
+                source, f"torch weights; convert them first: ckptio convert {source} DESTINATION"
+            )
         raise UnsupportedFormat(source, "no safetensors file here; save the model as safetensors first")
     headers = {file: read_header(file) for file in found.files}
     metadata: dict[str, str] = {}
@@ -140,6 +145,14 @@ def recorded_ties(stock: StockSource, path: Path) -> dict[str, list[str]]:
     return ties
 
 
+def lone_shard_warning(file: Path) -> str:
+    """What to know when `file` alone is converted and is named as one of several shards; else empty."""
+    match = _SHARD_NAME.fullmatch(file.name)
+    if match is None or int(match["count"]) < 2:
+        return ""
+    return f"{file}: only one of {int(match['count'])} shards; give the directory to convert the whole model"
+
+
 def find_weights(source: Path, naming: Naming) -> Found | None:
     """The weight files of one format, None when `source` has none. An index wins over stray files.
 
@@ -149,6 +162,10 @@ def find_weights(source: Path, naming: Naming) -> Found | None:
     if not source.exists():
         raise FileNotFoundError(2, "No such model directory or file", os.fspath(source))
     if source.is_file():
+        if source.name.endswith(".index.json"):
+            raise UnsupportedFormat(
+                source, f"an index of shards, not weights; give its directory, {source.parent}"
+            )
         return Found(files=(source,))
     if (source / INDEX_FILE).exists() and (source / MANIFEST_FILE).exists():
         raise UnsupportedFormat(source, "is already a ckptio checkpoint; use it as it is")
@@ -206,16 +223,28 @@ def _read_shard_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_json_object(path: Path, size_bytes_max: int) -> dict[str, object]:
-    """A JSON object from a small file; raises `CorruptCheckpoint` for anything else."""
+def read_json_object(path: Path, size_bytes_max: int, *, is_strict: bool = False) -> dict[str, object]:
+    """A JSON object from a small file; raises `CorruptCheckpoint` for anything else.
+
+    With `is_strict` also for a key that occurs twice, of which JSON readers keep the last.
+    """
     raw = read_bounded(path, size_bytes_max)
     try:
-        table = json.loads(raw)
+        table = json.loads(raw, object_pairs_hook=_without_repeats if is_strict else None)
     except (ValueError, RecursionError) as error:
         place = getattr(error, "pos", None) or getattr(error, "start", None) or 0
         raise CorruptCheckpoint(path, f"not valid JSON ({error})", offset_bytes=place) from error
     if not isinstance(table, dict):
         raise CorruptCheckpoint(path, "not a JSON object")
+    return table
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r} occurs more than once")
     return table
 
 
@@ -253,7 +282,8 @@ def _read_architecture(source: Path) -> str | None:
 def find_rest(source: Path, weights: Collection[Path]) -> Rest:
     """All beside `weights` that belongs to a model. Links are followed: hub caches consist of them.
 
-    Raises `UnsupportedFormat` for a file whose name the format needs for itself.
+    Directories that are checkpoints or exports of ckptio are left out. Raises `UnsupportedFormat` for a file
+    whose name the format needs for itself.
     """
     if source.is_file():
         return Rest()
@@ -261,6 +291,10 @@ def find_rest(source: Path, weights: Collection[Path]) -> Rest:
     ignored: list[str] = []
     for directory, subdirectories, names in os.walk(source):
         subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        # What ckptio made of this or another model is no part of it.
+        own = [name for name in subdirectories if is_own_output(Path(directory) / name)]
+        ignored += [(Path(directory) / name).relative_to(source).as_posix() for name in own]
+        subdirectories[:] = [name for name in subdirectories if name not in own]
         for name in sorted(names):
             path = Path(directory) / name
             relative = path.relative_to(source).as_posix()

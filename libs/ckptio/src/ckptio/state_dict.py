@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -28,9 +29,11 @@ def save(
 ) -> Manifest:
     """Writes a state dict as a checkpoint: any dtype, any stride, tied and overlapping tensors once.
 
-    Tensors keep the order of `state_dict`. Raises `UnsupportedFormat`, naming the tensor, for what is no
-    plain strided tensor (sparse, quantized, meta), and the errors of `convert` for the destination.
+    Tensors keep the order of `state_dict`. Raises TypeError for anything but a map of names to tensors,
+    `UnsupportedFormat`, naming the tensor, for what is no plain strided tensor (sparse, quantized, meta), and
+    the errors of `convert` for the destination.
     """
+    check_state_dict(state_dict, path, call="save(state_dict, path)")
     tensors = {name: plain_tensor(name, tensor, path) for name, tensor in state_dict.items()}
     extents, payloads = make_extents(tensors)
     content = Content(
@@ -44,6 +47,29 @@ def save(
         return write_checkpoint(
             directory, content, partition_of=partition_of, chunk_size_bytes=chunk_size_bytes
         )
+
+
+def check_state_dict(state_dict: object, path: object, *, call: str) -> None:
+    """Raises TypeError, saying what to pass, unless `state_dict` maps names and `path` is a place."""
+    if not isinstance(path, str | os.PathLike):
+        swapped = "; the arguments are swapped" if isinstance(state_dict, str | os.PathLike) else ""
+        raise TypeError(f"{call}: the place is a path, not {_kind_of(path)}{swapped}")
+    if isinstance(state_dict, torch.nn.Module):
+        raise TypeError(
+            f"{call}: a map of names to tensors, not a module ({type(state_dict).__name__}); "
+            "pass its state_dict()"
+        )
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"{call}: a map of names to tensors, such as module.state_dict(), not {_kind_of(state_dict)}"
+        )
+    for name in state_dict:
+        if not isinstance(name, str):
+            raise TypeError(f"{call}: the name of a tensor is a string, not {name!r} ({type(name).__name__})")
+
+
+def _kind_of(value: object) -> str:
+    return f"a value of type {type(value).__name__}"
 
 
 def plain_tensor(name: str, tensor: object, path: PathLike) -> torch.Tensor:

@@ -147,8 +147,9 @@ def _refuse_other_kinds(start: bytes, path: PathLike) -> None:
             path, "a web page, not a safetensors file; the download went wrong, repeat it"
         )
     if start.startswith((b"PK\x03\x04", b"\x80\x02")):
+        rename = "" if Path(path).suffix in (".bin", ".pt", ".pth") else " (named .bin)"
         raise UnsupportedFormat(
-            path, "a pickled torch file, not a safetensors file; save it as safetensors first"
+            path, f"torch weights; convert them{rename} first: ckptio convert {path} DESTINATION"
         )
     if start.startswith(b"GGUF"):
         raise UnsupportedFormat(path, "a GGUF file, not a safetensors file; save it as safetensors first")

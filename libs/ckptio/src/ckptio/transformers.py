@@ -7,60 +7,83 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from transformers.conversion_mapping import get_model_conversion_mapping
-
-from ckptio.errors import CorruptCheckpoint, MissingFile, ModelMismatch, PathLike, UnsupportedFormat
+from ckptio.errors import (
+    CorruptCheckpoint,
+    MissingFile,
+    ModelMismatch,
+    PackageMissing,
+    PathLike,
+    UnsupportedFormat,
+)
 from ckptio.files import read_bounded
 from ckptio.index import Index
 from ckptio.layout import Layout, read_layout
 from ckptio.manifest import MANIFEST_FILE, digest_of
-from ckptio.model_binding import DeviceOf, bind, compute_buffers
+
+try:
+    import torch
+    import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+except ImportError as error:
+    # Whatever of the two is missing, or too old to have what is needed here.
+    missing = (error.name or "transformers").partition(".")[0]
+    raise PackageMissing("ckptio.transformers", package=missing, extra="transformers") from error
+
+from ckptio.model_binding import DeviceOf, bind, check_places, compute_buffers
+from ckptio.model_choice import CONFIG_FILE, model_class_of, stored_dtype, wanted_dtype
+from ckptio.model_devices import (
+    DeviceMap,
+    check_device_map,
+    device_of_map,
+    made_device_map,
+    targets_of_map,
+)
+from ckptio.targets import check_targets
 from ckptio.torch import load_layout
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
 # Far more than any configuration or modelling code that a model brings.
 _TEXT_BYTES_MAX = 64 * 1024 * 1024
 
-# What torch can make a default of, and so what computed buffers may have.
-_DEFAULT_DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-Device = str | int | torch.device
-DeviceMap = Device | Mapping[str, Device]
-
 
 def load_model(
     path: PathLike,
-    device_map: DeviceMap | None = None,
+    device_map: DeviceMap = None,
     dtype: str | torch.dtype | None = None,
     model_class: Any = None,
     trust_remote_code: bool = False,
 ) -> Any:
     """The model of a checkpoint directory, converted or stock, as `from_pretrained` of transformers gives it.
 
-    Its parameters are the loaded tensors, without a copy (only `dtype` other than stored costs one; None
-    keeps the stored ones); ties are kept, computed buffers computed, the model is in evaluation mode. Where
-    the model of this transformers has other tensors than were published (fused experts, new names), they are
-    made from the loaded ones as `from_pretrained` does.
-    `device_map` is one device or a map from the names of modules to devices (several need accelerate); a
-    partition for one device is loaded straight to it. `model_class` (default: the first architecture in
-    config.json) may be an Auto class. Raises the errors of `load`, `ModelMismatch` when tensors and model
-    differ, `UnsupportedFormat` for what config.json does not make a model of.
+    Its parameters are the loaded tensors, without a copy (only `dtype` other than stored costs one; None and
+    "auto" keep the stored ones); ties are kept, computed buffers computed, the model is in evaluation mode.
+    Where the model of this transformers has other tensors than were published (fused experts, new names),
+    they are made from the loaded ones as `from_pretrained` does.
+    `device_map` is one device, a map from the names of modules to devices (several need accelerate), or
+    "auto", "balanced", "balanced_low_0" or "sequential", which accelerate turns into a map; a partition for
+    one device is loaded straight to it. `model_class` (default: the first architecture in config.json) is a
+    class, also an Auto class, or its name in transformers.
+
+    All of these are checked before any weight is read: ValueError for what does not exist or leaves a part of
+    the model without a device, `PackageMissing` when accelerate is. Raises the errors of `load` too,
+    `ModelMismatch` when tensors and model differ, `UnsupportedFormat` for what config.json does not make a
+    model of.
     """
     path = Path(path)
+    check_device_map(device_map)
+    wanted = wanted_dtype(dtype)
     layout = read_layout(path)
     _check_texts(path, layout, trust_remote_code)
     config = _read_config(path, trust_remote_code)
-    kind = _model_class(path, config, model_class, trust_remote_code)
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    dtype = wanted or _stored_dtype(layout.index, config)
-    model = _skeleton(path, kind, config, dtype)
-    device_of = _device_of(device_map)
-    partition_devices = _partition_devices(layout.index, device_of)
-    tensors = _whole(layout.index, load_layout(layout, partition_devices))
+    kind = model_class_of(path, config, model_class, trust_remote_code)
+    used = wanted or stored_dtype(layout.index, config)
+    model = _skeleton(path, kind, config, used)
+    device_map = made_device_map(model, device_map, used)
+    device_of = device_of_map(device_map)
+    check_places(model, device_of)
+    check_targets(targets_of_map(device_map), layout.index.dtype)
+    tensors = load_layout(layout, _partition_devices(layout.index, device_of))
     if wanted is not None:
         tensors = _cast(model, tensors, wanted)
     try:
@@ -69,7 +92,7 @@ def load_model(
     except ModelMismatch:
         if not get_model_conversion_mapping(model, add_legacy=False):
             raise
-        model = _converted(path, kind, config, tensors, dtype, device_map, device_of)
+        model = _converted(path, kind, config, tensors, used, device_map, device_of)
     if model.can_generate() and (path / GENERATION_FILE).exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(os.fspath(path))
     model.eval()
@@ -105,42 +128,6 @@ def _read_config(path: Path, trust_remote_code: bool) -> Any:
     return config
 
 
-def _model_class(path: Path, config: Any, model_class: Any, trust_remote_code: bool) -> Any:
-    if model_class is not None:
-        mapping = getattr(model_class, "_model_mapping", None)
-        kind = model_class if mapping is None else mapping.get(type(config), None)
-        if kind is None:
-            raise UnsupportedFormat(
-                path / CONFIG_FILE, f"{model_class.__name__} has no model of type {config.model_type!r}"
-            )
-        return kind[0] if isinstance(kind, tuple) else kind
-    names = config.architectures or []
-    kind = getattr(transformers, names[0], None) if names else None
-    if trust_remote_code and kind is None:
-        kind = _remote_class(path, config, names)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        known = f"architecture {names[0]!r} is unknown here" if names else "it names no architecture"
-        raise UnsupportedFormat(path / CONFIG_FILE, f"{known}; pass model_class")
-    return kind
-
-
-def _remote_class(path: Path, config: Any, names: list[str]) -> Any:
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    for reference in (getattr(config, "auto_map", None) or {}).values():
-        if isinstance(reference, str) and names and reference.endswith(f".{names[0]}"):
-            return get_class_from_dynamic_module(reference, os.fspath(path))
-    return None
-
-
-def _stored_dtype(index: Index, config: Any) -> torch.dtype:
-    """The dtype that the model computes in: of the first floating tensor, as `from_pretrained` has it."""
-    for name in index.dtype:
-        if name in _DEFAULT_DTYPES:
-            return getattr(torch, name)  # type: ignore[no-any-return]
-    return config.dtype or torch.float32
-
-
 def _skeleton(path: Path, kind: Any, config: Any, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"):
@@ -155,7 +142,7 @@ def _converted(
     config: Any,
     tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
-    device_map: DeviceMap | None,
+    device_map: DeviceMap,
     device_of: DeviceOf,
 ) -> Any:
     """The model by transformers' own rules for names and layouts that changed; what did not is not copied."""
@@ -178,53 +165,15 @@ def _converted(
     return model.to(device_of("")) if devices is None else model
 
 
-def _device_of(device_map: DeviceMap | None) -> DeviceOf:
-    """The device of a tensor by its name: that of the longest name in the map that it begins with."""
-    if not isinstance(device_map, Mapping):
-        return lambda _: _device(device_map)
-    devices = {name: _device(device) for name, device in device_map.items()}
-
-    def device_of(name: str) -> torch.device | None:
-        pieces = name.split(".")
-        prefixes = (".".join(pieces[:count]) for count in range(len(pieces), -1, -1))
-        return next((devices[prefix] for prefix in prefixes if prefix in devices), None)
-
-    return device_of
-
-
-def _device(device: Device | None) -> torch.device:
-    if device is None:
-        return torch.device("cpu")
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
 def _partition_devices(index: Index, device_of: DeviceOf) -> list[torch.device]:
     """One device per partition: of all of its tensors, or the CPU where they differ or are put together."""
     cpu = torch.device("cpu")
+    if index.slices:
+        return [cpu] * len(index.partitions)
     wanted: list[set[torch.device]] = [set() for _ in index.partitions]
-    for row, partition in enumerate(index.partition):
-        device = None if row in index.slices else device_of(index.names[row])
-        wanted[partition].add(device or cpu)
+    for name, partition in zip(index.names, index.partition, strict=True):
+        wanted[partition].add(device_of(name) or cpu)
     return [devices.pop() if len(devices) == 1 else cpu for devices in wanted]
-
-
-def _whole(index: Index, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that were split over GPUs, put together again, tied ones once; all others as they are."""
-    whole: dict[str, torch.Tensor] = {}
-    known: dict[tuple[tuple[int, int, torch.Size], ...], torch.Tensor] = {}
-    for name, rows in index.rows_of_wholes().items():
-        parts = [tensors[index.names[row]] for row in rows]
-        first = index.slices.get(rows[0])
-        if first is None or first.dimension is None:
-            whole[name] = parts[0]
-            continue
-        key = tuple(
-            (index.partition[row], part.data_ptr(), part.shape) for row, part in zip(rows, parts, strict=True)
-        )
-        if key not in known:
-            known[key] = torch.cat(parts, dim=first.dimension)
-        whole[name] = known[key]
-    return whole
 
 
 def _cast(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -246,9 +195,9 @@ def _cast(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -
     return cast
 
 
-def _dispatched(model: Any, device_map: DeviceMap | None) -> Any:
+def _dispatched(model: Any, device_map: DeviceMap) -> Any:
     """Over several devices, activations have to follow the weights: accelerate puts the hooks for that."""
-    if not isinstance(device_map, Mapping) or len({_device(one) for one in device_map.values()}) < 2:
+    if not isinstance(device_map, Mapping) or len(targets_of_map(device_map)) < 2:
         return model
     if hasattr(model, "hf_device_map"):
         return model

@@ -82,13 +82,14 @@ def make_checkpoint(
     return MadeCheckpoint(spec=spec, path=path, digest=digest, made=tuple(made), refused=refused)
 
 
-def remove_formats(checkpoint: MadeCheckpoint) -> None:
-    """Removes the formats that this run made, and the directory when nothing is left in it."""
-    for kind in checkpoint.made:
-        _marker(checkpoint.path, kind).unlink(missing_ok=True)
-        shutil.rmtree(checkpoint.path / kind, ignore_errors=True)
-    if checkpoint.path.is_dir() and not any(checkpoint.path.iterdir()):
-        checkpoint.path.rmdir()
+def remove_formats(path: Path, kinds: Sequence[str]) -> None:
+    """Removes formats of the checkpoint at `path`, whole or partial, and `path` when nothing is left there."""
+    for kind in kinds:
+        _marker(path, kind).unlink(missing_ok=True)
+        for directory in (path / kind, path / f"{kind}.partial"):
+            shutil.rmtree(directory, ignore_errors=True)
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,34 @@ class PlotMissing(CkptioError):
         super().__init__("--plot needs matplotlib; install it with `pip install matplotlib`")
 
 
+class BadPlotPath(CkptioError):
+    """No picture can be written to `path`."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"--plot {path}: {reason}")
+
+
+def check_plotting(path: Path) -> None:
+    """Raises `PlotMissing` or `BadPlotPath` early, before anything was measured."""
+    require_plotting()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    endings = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in endings:
+        raise BadPlotPath(path, f"its ending names no kind of picture; there are: {', '.join(endings)}")
+    if path.is_dir():
+        raise BadPlotPath(path, "is a directory; give the file to write")
+    target = path if path.exists() else path.parent
+    if not target.exists():
+        raise BadPlotPath(path, f"there is no directory {path.parent}; make it first")
+    if not path.parent.is_dir() or not os.access(target, os.W_OK):
+        raise BadPlotPath(path, f"{target} cannot be written to")
+
+
 def require_plotting() -> None:
-    """Raises `PlotMissing` early, before anything was measured."""
+    """Raises `PlotMissing` when the package that draws is not there."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

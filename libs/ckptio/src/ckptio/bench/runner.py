@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -64,6 +65,16 @@ class Outcome:
     pool_pages: str = "unknown"
 
 
+def bytes_to_write(settings: Settings) -> tuple[int, ...]:
+    """Bytes of tensors that are written for each checkpoint, when none is there from before."""
+    written = []
+    for spec in settings.specs:
+        entries = _choose_entries(settings.loaders, spec, {})
+        formats = {"safetensors", "ckptio", *(entry.format for entry in entries)}
+        written.append(len(formats) * spec.size_bytes)
+    return tuple(written)
+
+
 def run_benchmark(settings: Settings, say: Callable[[str], None]) -> Outcome:
     """Measures everything in `settings`; raises `WrongBytes`, or what our own loader raised.
 
@@ -74,18 +85,28 @@ def run_benchmark(settings: Settings, say: Callable[[str], None]) -> Outcome:
     for spec in settings.specs:
         entries = _choose_entries(settings.loaders, spec, outcome.left_out)
         formats = ["ckptio", *(entry.format for entry in entries)]
-        made = make_checkpoint(spec, settings.directory, formats, say)
-        try:
+        with _removed_afterwards(settings, spec, formats):
+            made = make_checkpoint(spec, settings.directory, formats, say)
             usable = _without_refused(entries, made, outcome.left_out)
             if "cold" in settings.temperatures and not threads:
                 threads = _best_threads(made, say)
             measured = Measured(checkpoint=spec.name, is_quick=spec.is_quick, ablation_device=settings.device)
             outcome.measured.append(measured)
             _take_samples(settings, made, usable, threads, measured, outcome, say)
-        finally:
-            if not settings.is_kept:
-                remove_formats(made)
     return outcome
+
+
+@contextmanager
+def _removed_afterwards(settings: Settings, spec: CheckpointSpec, formats: Sequence[str]) -> Iterator[None]:
+    """What is not there yet goes again at the end, whatever ends it, unless all is kept."""
+    path = settings.directory / spec.directory_name
+    kinds = dict.fromkeys(("safetensors", *formats))
+    new = tuple(kind for kind in kinds if not (path / kind).exists())
+    try:
+        yield
+    finally:
+        if not settings.is_kept:
+            remove_formats(path, new)
 
 
 def _choose_entries(

@@ -53,7 +53,7 @@ sanitize: $(STAMP)
 FUZZ_SECONDS ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install -q 'atheris>=3,<4'
-	PYTHON=$(BIN)/python libs/ckptio/fuzz/run.sh $(FUZZ_SECONDS)
+	PYTHON=$(CURDIR)/$(BIN)/python libs/ckptio/fuzz/run.sh $(FUZZ_SECONDS)
 
 # Takes about an hour. The peers of ckptio that are installed are measured beside it.
 bench: $(STAMP) models

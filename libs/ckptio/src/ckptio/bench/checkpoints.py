@@ -83,7 +83,7 @@ def make_checkpoint(
 
 
 def remove_formats(path: Path, kinds: Sequence[str]) -> None:
-    """Removes formats of the checkpoint at `path`, whole or partial, and `path` when nothing is left there."""
+    """Removes formats of the checkpoint at `path`, whole or partial, and `path` when it is empty then."""
     for kind in kinds:
         _marker(path, kind).unlink(missing_ok=True)
         for directory in (path / kind, path / f"{kind}.partial"):

@@ -34,17 +34,6 @@ std::uint64_t round_up(std::uint64_t value) noexcept {
 
 }  // namespace
 
-// What handling a chunk gave.
-struct ReadJob::Attempt {
-    Outcome outcome = Outcome::done;
-    int error = 0;
-    bool is_reread = false;
-    std::uint64_t done_bytes = 0;
-    std::uint64_t direct_bytes = 0;
-    double read_s = 0;
-    double verify_s = 0;
-};
-
 std::byte* BounceBuffer::data() noexcept {
     if (region_.data() == nullptr) {
         try {
@@ -82,25 +71,62 @@ bool ReadJob::is_stopping() const noexcept {
            (request_.sink != nullptr && request_.sink->has_failed());
 }
 
-bool ReadJob::take(std::size_t& chunk_index) {
+ReadJob::Next ReadJob::take(Task& task) {
     const std::lock_guard lock(mutex_);
-    if (result_.outcome == Outcome::done && next_ < request_.chunks.size() && is_stopping()) {
+    const bool has_chunks = next_ < request_.chunks.size();
+    if (result_.outcome == Outcome::done && (has_chunks || !unverified_.empty()) && is_stopping()) {
+        const std::size_t chunk_index = unverified_.empty() ? next_ : unverified_.front().chunk_index;
         result_.outcome = Outcome::cancelled;
-        result_.chunk_index = next_;
-        result_.offset_bytes = request_.chunks[next_].offset_bytes;
+        result_.chunk_index = chunk_index;
+        result_.offset_bytes = request_.chunks[chunk_index].offset_bytes;
     }
-    if (result_.outcome != Outcome::done || next_ == request_.chunks.size()) {
+    if (result_.outcome != Outcome::done || (!has_chunks && unverified_.empty() && reading_ == 0)) {
+        unverified_.clear();
         is_exhausted_ = true;
         if (running_ == 0) changed_.notify_all();
-        return false;
+        return Next::never;
     }
-    chunk_index = next_++;
+    // Reading goes first, so that the device always has something to do, unless verification falls behind.
+    const bool may_read = request_.readers_max == 0 || reading_ < request_.readers_max;
+    const bool is_behind = unverified_.size() > 2 * request_.readers_max;
+    if (has_chunks && may_read && !is_behind) {
+        task = {next_++, true, {}};
+        ++reading_;
+    } else if (!unverified_.empty()) {
+        task = unverified_.front();
+        unverified_.pop_front();
+    } else {
+        return Next::later;
+    }
     ++running_;
-    return true;
+    return Next::task;
 }
 
-void ReadJob::run(std::size_t chunk_index, BounceBuffer& bounce) noexcept {
-    finish(chunk_index, handle(chunk_index, bounce));
+void ReadJob::run(Task& task, BounceBuffer& bounce) noexcept {
+    const ChunkRead& chunk = request_.chunks[task.chunk_index];
+    if (task.is_read) {
+        task.attempt = handle(task.chunk_index, bounce);
+        const std::lock_guard lock(mutex_);
+        --reading_;
+        if (task.attempt.outcome == Outcome::done && is_digested_later(chunk)) {
+            unverified_.push_back({task.chunk_index, false, task.attempt});
+            --running_;
+            return;
+        }
+    } else {
+        verify(task.chunk_index, task.attempt, bounce);
+        deliver(task.chunk_index, chunk.target, task.attempt);
+    }
+    finish(task.chunk_index, task.attempt);
+}
+
+// A direct read needs no processor and a digest no device, so others can do the one while this thread goes on
+// with the other: threads that did both would read in step, verify in step, and let the device wait
+// meanwhile.
+bool ReadJob::is_digested_later(const ChunkRead& chunk) const noexcept {
+    // A place of a ring is not kept for longer than it must be; a bounce buffer is needed again at once.
+    return request_.readers_max > 0 && request_.is_verified && chunk.is_direct && !chunk.is_resident &&
+           chunk.target != nullptr && !request_.is_bounced;
 }
 
 ReadJob::Attempt ReadJob::handle(std::size_t chunk_index, BounceBuffer& bounce) noexcept {
@@ -112,30 +138,57 @@ ReadJob::Attempt ReadJob::handle(std::size_t chunk_index, BounceBuffer& bounce) 
         attempt.outcome = Outcome::cancelled;
         return attempt;
     }
+    const bool is_later = is_digested_later(chunk);
     if (!chunk.is_resident) {
-        attempt = read(chunk, target, chunk.is_direct, bounce);
-        if (attempt.outcome == Outcome::corrupt) {
-            // Once more, past the page cache where possible: the bad copy may be there, or in the transfer.
-            const Attempt first = attempt;
-            attempt = read(chunk, target, true, bounce);
-            attempt.is_reread = true;
-            attempt.direct_bytes += first.direct_bytes;
-            attempt.read_s += first.read_s;
-            attempt.verify_s += first.verify_s;
-        }
+        attempt = read(chunk, target, chunk.is_direct, !is_later, bounce);
+        if (attempt.outcome == Outcome::corrupt) attempt = reread(chunk, target, attempt, bounce);
     }
-    if (attempt.outcome == Outcome::done && request_.sink != nullptr) {
-        request_.sink->deliver(chunk_index, target);
-    }
+    if (!is_later) deliver(chunk_index, target, attempt);
     return attempt;
+}
+
+void ReadJob::verify(std::size_t chunk_index, Attempt& attempt, BounceBuffer& bounce) noexcept {
+    const ChunkRead& chunk = request_.chunks[chunk_index];
+    const auto start = Clock::now();
+    Digest digest;
+    // In steps, so that a cancellation is heard.
+    for (std::uint64_t done = 0; done < chunk.size_bytes; done += kBufferedStepBytes) {
+        if (is_stopping()) {
+            attempt.outcome = Outcome::cancelled;
+            return;
+        }
+        digest.update(chunk.target + done, std::min(kBufferedStepBytes, chunk.size_bytes - done));
+    }
+    attempt.verify_s += seconds_since(start);
+    if (digest.value() != chunk.digest) attempt = reread(chunk, chunk.target, attempt, bounce);
+}
+
+// Once more, past the page cache where possible: the bad copy may be there, or in the transfer.
+ReadJob::Attempt ReadJob::reread(const ChunkRead& chunk, std::byte* target, const Attempt& first,
+                                 BounceBuffer& bounce) noexcept {
+    Attempt attempt = read(chunk, target, true, true, bounce);
+    attempt.is_reread = true;
+    attempt.direct_bytes += first.direct_bytes;
+    attempt.read_s += first.read_s;
+    attempt.verify_s += first.verify_s;
+    return attempt;
+}
+
+void ReadJob::deliver(std::size_t chunk_index, std::byte* target, const Attempt& attempt) noexcept {
+    if (attempt.outcome != Outcome::done || request_.sink == nullptr) return;
+    request_.sink->deliver(chunk_index, target);
 }
 
 // One pass over a chunk: a loop of reads, each followed by the digest of what it gave.
 class ReadJob::Pass {
   public:
-    Pass(ReadJob& job, const ChunkRead& chunk, std::byte* target, bool is_direct,
+    Pass(ReadJob& job, const ChunkRead& chunk, std::byte* target, bool is_direct, bool is_digested,
          BounceBuffer& bounce) noexcept
-        : job_(job), file_(job.request_.files[chunk.file]), chunk_(chunk), target_(target) {
+        : job_(job),
+          file_(job.request_.files[chunk.file]),
+          chunk_(chunk),
+          target_(target),
+          is_verified_(is_digested && job.request_.is_verified) {
         uses_direct_ = is_direct && file_.direct_descriptor >= 0 && job.has_direct_[chunk.file];
         if (uses_direct_ && job.request_.is_bounced) bounce_ = bounce.data();
     }
@@ -155,7 +208,7 @@ class ReadJob::Pass {
             if (count == 0) return ended(Outcome::truncated);
             accept(std::min(static_cast<std::uint64_t>(count), chunk_.size_bytes - attempt_.done_bytes));
         }
-        const bool is_good = !job_.request_.is_verified || digest_.value() == chunk_.digest;
+        const bool is_good = !is_verified_ || digest_.value() == chunk_.digest;
         return ended(is_good ? Outcome::done : Outcome::corrupt);
     }
 
@@ -201,7 +254,7 @@ class ReadJob::Pass {
     }
 
     void digest(const std::byte* data, std::uint64_t size_bytes) noexcept {
-        if (!job_.request_.is_verified) return;
+        if (!is_verified_) return;
         const auto start = Clock::now();
         digest_.update(data, size_bytes);
         attempt_.verify_s += seconds_since(start);
@@ -216,15 +269,16 @@ class ReadJob::Pass {
     const ReadFile& file_;
     const ChunkRead& chunk_;
     std::byte* const target_;
+    const bool is_verified_;
     std::byte* bounce_ = nullptr;
     bool uses_direct_;
     Digest digest_;
     Attempt attempt_;
 };
 
-ReadJob::Attempt ReadJob::read(const ChunkRead& chunk, std::byte* target, bool is_direct,
+ReadJob::Attempt ReadJob::read(const ChunkRead& chunk, std::byte* target, bool is_direct, bool is_digested,
                                BounceBuffer& bounce) noexcept {
-    return Pass(*this, chunk, target, is_direct, bounce).run();
+    return Pass(*this, chunk, target, is_direct, is_digested, bounce).run();
 }
 
 void ReadJob::finish(std::size_t chunk_index, const Attempt& attempt) {
@@ -272,6 +326,8 @@ ReaderThreads::~ReaderThreads() {
 }
 
 std::shared_ptr<ReadJob> ReaderThreads::submit(ReadRequest request) {
+    // One thread is enough to verify what a device gives; a thread that is alone does both.
+    request.readers_max = threads_.size() - 1;
     auto job = std::make_shared<ReadJob>(std::move(request));
     {
         const std::lock_guard lock(mutex_);
@@ -288,14 +344,22 @@ void ReaderThreads::serve() {
         wake_.wait(lock, [this] { return is_closing_ || !jobs_.empty(); });
         if (jobs_.empty()) return;
         const std::shared_ptr<ReadJob> job = jobs_.front();
-        std::size_t chunk_index = 0;
-        if (!job->take(chunk_index)) {
-            jobs_.pop_front();
-            continue;
+        ReadJob::Task task;
+        switch (job->take(task)) {
+            case ReadJob::Next::never:
+                if (!jobs_.empty() && jobs_.front() == job) jobs_.pop_front();
+                break;
+            case ReadJob::Next::later:
+                wake_.wait(lock);
+                break;
+            case ReadJob::Next::task:
+                lock.unlock();
+                job->run(task, bounce);
+                lock.lock();
+                // There may be something to verify now, or the last read has ended.
+                wake_.notify_all();
+                break;
         }
-        lock.unlock();
-        job->run(chunk_index, bounce);
-        lock.lock();
     }
 }
 

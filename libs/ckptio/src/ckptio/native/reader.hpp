@@ -60,6 +60,9 @@ struct ReadRequest {
     std::vector<ChunkRead> chunks;
     std::shared_ptr<CancelFlag> cancel;  // may be empty
     std::shared_ptr<ChunkSink> sink;     // may be empty
+    // How many threads read while others verify; 0 when whoever read a chunk verifies it at once. Set by the
+    // threads.
+    std::size_t readers_max = 0;
 };
 
 enum class Outcome : int { done, cancelled, failed, truncated, corrupt };
@@ -99,18 +102,41 @@ class ReadJob {
     // Only after the job has ended.
     ReadResult result() const;
 
-    // For reader threads: the next chunk to handle, or false when there is none; and the handling of one,
-    // with a buffer that the thread owns.
-    bool take(std::size_t& chunk_index);
-    void run(std::size_t chunk_index, BounceBuffer& bounce) noexcept;
+    // What handling a chunk gave so far.
+    struct Attempt {
+        Outcome outcome = Outcome::done;
+        int error = 0;
+        bool is_reread = false;
+        std::uint64_t done_bytes = 0;
+        std::uint64_t direct_bytes = 0;
+        double read_s = 0;
+        double verify_s = 0;
+    };
+    // A chunk to read, or one that was read and is to be verified.
+    struct Task {
+        std::size_t chunk_index = 0;
+        bool is_read = false;
+        Attempt attempt{};
+    };
+    enum class Next { task, later, never };
+
+    // For reader threads: what to do next, or whether there will be something later, or never again; and the
+    // doing of it, with a buffer that the thread owns.
+    Next take(Task& task);
+    void run(Task& task, BounceBuffer& bounce) noexcept;
 
   private:
-    struct Attempt;
     class Pass;
 
     bool is_stopping() const noexcept;
     Attempt handle(std::size_t chunk_index, BounceBuffer& bounce) noexcept;
-    Attempt read(const ChunkRead& chunk, std::byte* target, bool is_direct, BounceBuffer& bounce) noexcept;
+    Attempt read(const ChunkRead& chunk, std::byte* target, bool is_direct, bool is_digested,
+                 BounceBuffer& bounce) noexcept;
+    Attempt reread(const ChunkRead& chunk, std::byte* target, const Attempt& first,
+                   BounceBuffer& bounce) noexcept;
+    void verify(std::size_t chunk_index, Attempt& attempt, BounceBuffer& bounce) noexcept;
+    bool is_digested_later(const ChunkRead& chunk) const noexcept;
+    void deliver(std::size_t chunk_index, std::byte* target, const Attempt& attempt) noexcept;
     void finish(std::size_t chunk_index, const Attempt& attempt);
 
     const ReadRequest request_;
@@ -122,7 +148,9 @@ class ReadJob {
     mutable std::mutex mutex_;  // guards what follows
     std::condition_variable changed_;
     std::size_t next_ = 0;
+    std::size_t reading_ = 0;
     std::size_t running_ = 0;
+    std::deque<Task> unverified_;
     bool is_exhausted_ = false;
     ReadResult result_;
 };

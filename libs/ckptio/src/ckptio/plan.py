@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,13 +87,18 @@ def size_of(dtype: str, shape: Sequence[int], stride: Sequence[int] | None = Non
     zero.
     """
     item_size_bytes = DTYPES[dtype].item_size_bytes
-    if any(size < 0 for size in shape):
-        raise ValueError(f"shape {list(shape)} has a negative dimension")
-    if math.prod(size for size in shape if size) * item_size_bytes > SIZE_BYTES_MAX:
+    # A plain loop: an index has thousands of shapes, and this is most of what checking it costs.
+    count = nonzero_count = 1
+    for size in shape:
+        if size < 0:
+            raise ValueError(f"shape {list(shape)} has a negative dimension")
+        count *= size
+        if size:
+            nonzero_count *= size
+    if nonzero_count * item_size_bytes > SIZE_BYTES_MAX:
         raise ValueError(f"shape {list(shape)} of {dtype} overflows")
     if stride is not None and (len(stride) != len(shape) or any(step < 0 for step in stride)):
         raise ValueError(f"stride {list(stride)} does not fit shape {list(shape)}")
-    count = math.prod(shape)
     if count and stride is not None:
         count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         if count * item_size_bytes > SIZE_BYTES_MAX:

@@ -125,6 +125,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The steps, in elements, of a tensor whose elements follow one another."""
+    # Nearly all weights are matrices and vectors, and a checkpoint can have thousands of shapes.
+    if len(shape) == 2:
+        return (shape[1] or 1, 1)
+    if len(shape) == 1:
+        return (1,)
     stride = []
     step = 1
     for size in reversed(shape):

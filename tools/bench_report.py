@@ -60,7 +60,7 @@ def main() -> int:
 def _part(path: Path) -> str:
     run = json.loads(path.read_text())
     machine = run["machine"]
-    lines = [f"\n## {run['part']}\n"]
+    lines = [f"\n## {path.stem}\n"]
     lines.append(
         f"Commit {run['commit'][:12]}; {machine['cpu']}, {machine['cores']} processors, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, device {machine['device']}. "

@@ -39,7 +39,7 @@ def test_a_copied_file_whose_name_is_no_text_is_refused_before_anything_is_writt
     tmp_path: Path, write_model: Writer, some_tensors: Tensors
 ) -> None:
     source = write_model(tmp_path / "model", some_tensors((5,)))
-    (source / os.fsdecode(b"toke\xffnizer.json")).write_text("{}")
+    (source / os.fsdecode(b"voc\xffab.json")).write_text("{}")
     with pytest.raises(ckptio.UnsupportedFormat, match="rename it"):
         ckptio.convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

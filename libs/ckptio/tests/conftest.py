@@ -137,6 +137,20 @@ def checkpoint_bytes() -> Callable[[Path], dict[str, tuple[str, tuple[int, ...],
 
 
 @pytest.fixture
+def pool() -> Iterator[ckptio.ChunkPool]:
+    """Ten small chunks."""
+    with ckptio.ChunkPool.create(None, 10 * SMALL_CHUNK_BYTES, chunk_size_bytes=SMALL_CHUNK_BYTES) as pool:
+        yield pool
+
+
+@pytest.fixture
+def loader(pool: ckptio.ChunkPool) -> Iterator[ckptio.Loader]:
+    """A loader into that pool."""
+    with ckptio.Loader(pool, threads=2) as loader:
+        yield loader
+
+
+@pytest.fixture
 def every_dtype() -> list[str]:
     """Names of all dtypes."""
     return list(DTYPES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,20 +16,6 @@ from ckptio import faults
 
 CHUNK_BYTES = 8192
 Checkpoints = Callable[..., Path]
-
-
-@pytest.fixture
-def pool() -> Iterator[ckptio.ChunkPool]:
-    """Ten chunks."""
-    with ckptio.ChunkPool.create(None, 10 * CHUNK_BYTES, chunk_size_bytes=CHUNK_BYTES) as pool:
-        yield pool
-
-
-@pytest.fixture
-def loader(pool: ckptio.ChunkPool) -> Iterator[ckptio.Loader]:
-    """A loader into that pool."""
-    with ckptio.Loader(pool, threads=2) as loader:
-        yield loader
 
 
 def size_of(path: Path) -> int:

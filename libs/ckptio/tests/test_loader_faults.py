@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,20 +22,6 @@ from ckptio import _native, faults
 
 CHUNK_BYTES = 8192
 Checkpoints = Callable[..., Path]
-
-
-@pytest.fixture
-def pool() -> Iterator[ckptio.ChunkPool]:
-    """Ten chunks."""
-    with ckptio.ChunkPool.create(None, 10 * CHUNK_BYTES, chunk_size_bytes=CHUNK_BYTES) as pool:
-        yield pool
-
-
-@pytest.fixture
-def loader(pool: ckptio.ChunkPool) -> Iterator[ckptio.Loader]:
-    """A loader into that pool."""
-    with ckptio.Loader(pool, threads=2) as loader:
-        yield loader
 
 
 @pytest.fixture

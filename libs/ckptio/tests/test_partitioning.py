@@ -292,9 +292,12 @@ def test_modules_without_tensors_that_every_model_names_may_be_in_a_plan(tmp_pat
     save_file({"model.embed.weight": torch.ones(4, 2)}, tmp_path / "m.safetensors")
     device_map = by_device_map({"model.embed": 1, "model.rotary_emb": 0, "lm_head": 0, "": 0})
     parallel = by_tensor_parallel({"embed": "embedding_rowwise", "lm_head": "colwise"}, 2)
-    for number, plan in enumerate((device_map, parallel)):
+    cases = ((device_map, [(1, (4, 2))]), (parallel, [(0, (2, 2)), (1, (2, 2))]))
+    for number, (plan, expected) in enumerate(cases):
         ckptio.convert(tmp_path / "m.safetensors", tmp_path / str(number), partitioning=plan)
         ckptio.verify(tmp_path / str(number))
+        rows = ckptio.read_index(tmp_path / str(number))
+        assert [(row.partition, row.shape) for row in rows.values()] == expected
 
 
 def test_a_device_map_with_a_number_of_gpus_or_with_a_key_twice_is_refused(

@@ -22,7 +22,7 @@ RUNTIME_VARIABLE = "CKPTIO_CUDA_RUNTIME"
 
 _RUNTIMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so")
 _HOST = -1
-_NO_DEVICE = 100  # cudaErrorNoDevice
+NO_DEVICE = 100  # cudaErrorNoDevice
 _CUDA_NAME = re.compile(r"cuda(?::(\d{1,4}))?")
 _load_lock = threading.Lock()
 
@@ -168,7 +168,7 @@ def _gpu_number(device: str) -> int:
     status = cuda_status()
     if number >= status.device_count:
         reason = status.reason or f"there are {status.device_count} GPUs"
-        raise DeviceError(f"use of {device}", code=_NO_DEVICE, description=reason)
+        raise DeviceError(f"use of {device}", code=NO_DEVICE, description=reason)
     return number
 
 

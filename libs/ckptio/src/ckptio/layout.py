@@ -11,7 +11,7 @@ from ckptio.checkpoint import check_sizes, read_checkpoint
 from ckptio.collector import collector_paused
 from ckptio.dtypes import DTYPES
 from ckptio.errors import PathLike
-from ckptio.files import FileState, check_unchanged
+from ckptio.files import FileState
 from ckptio.index import Index, IndexPartition
 from ckptio.manifest import INDEX_FILE, MANIFEST_FILE, Manifest, partition_file
 from ckptio.plan import CHUNK_SIZE_BYTES
@@ -61,18 +61,11 @@ def _read_layout(path: Path) -> Layout:
         check_sizes(path, index)
         files = tuple(path / partition_file(number) for number in range(len(index.partitions)))
         return Layout(index=index, files=files, is_verified=True, manifest=manifest)
-    before = {file: FileState.of(file) for file in _stock_files(path)}
     stock = open_source(path)
     files = tuple(sorted({shard.file for shard in stock.tensors}))
     index = _stock_index(stock, files, path)
-    for file in files:
-        check_unchanged(file, file, before[file])
-    states = tuple(before[file] for file in files)
+    states = tuple(stock.states[file] for file in files)
     return Layout(index=index, files=files, is_verified=False, manifest=None, states=states)
-
-
-def _stock_files(path: Path) -> list[Path]:
-    return list(path.rglob("*.safetensors")) if path.is_dir() else [path] if path.exists() else []
 
 
 def _stock_index(stock: StockSource, files: Sequence[Path], path: Path) -> Index:

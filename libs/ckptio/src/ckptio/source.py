@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ckptio.errors import CorruptCheckpoint, MissingFile, PathLike, UnsupportedFormat
-from ckptio.files import read_bounded
+from ckptio.files import FileState, read_bounded
 from ckptio.index_rules import check_name
 from ckptio.manifest import INDEX_FILE, MANIFEST_FILE, check_file_name
 from ckptio.replaceable import is_own_output
@@ -82,6 +82,7 @@ class StockSource:
     architecture: str | None
     other_files: tuple[tuple[str, Path], ...]
     ignored: tuple[str, ...] = ()
+    states: Mapping[Path, FileState]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,7 @@ def open_source(source: Path) -> StockSource:
         architecture=rest.architecture,
         other_files=rest.other_files,
         ignored=rest.ignored,
+        states={file: header.state for file, header in headers.items() if header.state is not None},
     )
 
 

@@ -7,14 +7,13 @@ because a damaged file must be told apart by place: which file, which offset, ho
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptio.dtypes import DTYPES, DTYPES_BY_STOCK
 from ckptio.errors import CorruptCheckpoint, PathLike, TruncatedCheckpoint, UnsupportedFormat
-from ckptio.files import opened, read_exactly
+from ckptio.files import FileState, opened, read_exactly
 from ckptio.index_rules import check_name
 from ckptio.plan import size_of
 
@@ -45,11 +44,12 @@ class StockTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockHeader:
-    """What a safetensors file says about itself."""
+    """What a safetensors file says about itself; `state` is that of the file it was read from."""
 
     tensors: tuple[StockTensor, ...]
     metadata: Mapping[str, str]
     size_bytes: int
+    state: FileState | None = None
 
 
 def read_header(path: Path) -> StockHeader:
@@ -58,7 +58,8 @@ def read_header(path: Path) -> StockHeader:
     Raises `UnsupportedFormat`, `CorruptCheckpoint` or `TruncatedCheckpoint`.
     """
     with opened(path) as descriptor:
-        size_bytes = os.fstat(descriptor).st_size
+        state = FileState.of(descriptor)
+        size_bytes = state.size_bytes
         start = bytearray(min(size_bytes, _SNIFF_BYTES))
         read_exactly(descriptor, memoryview(start), 0, path)
         _refuse_other_kinds(bytes(start), path)
@@ -73,7 +74,7 @@ def read_header(path: Path) -> StockHeader:
             )
         raw = bytearray(header_bytes)
         read_exactly(descriptor, memoryview(raw), LENGTH_BYTES, path)
-    return parse_header(bytes(raw), size_bytes, path)
+    return replace(parse_header(bytes(raw), size_bytes, path), state=state)
 
 
 def parse_header(raw: bytes, file_bytes: int, path: PathLike) -> StockHeader:

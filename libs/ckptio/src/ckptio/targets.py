@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ckptio.devices import cuda_status
+from ckptio.devices import NO_DEVICE, cuda_status
 from ckptio.errors import DeviceError
 
 # A number is a GPU, as for safetensors; None is the CPU.
 Device = str | int | torch.device | None
 
-_NO_DEVICE = 100  # cudaErrorNoDevice
 _INVALID_DEVICE = 101  # cudaErrorInvalidDevice
 
 
@@ -71,7 +70,7 @@ def _check_gpu(target: torch.device) -> None:
         reason = cuda_status().reason or f"torch {torch.__version__} sees no GPU"
         if torch.version.cuda is None and torch.version.hip is None:
             reason = f"torch {torch.__version__} is built without CUDA"
-        raise DeviceError(f"use of {target}", code=_NO_DEVICE, description=reason)
+        raise DeviceError(f"use of {target}", code=NO_DEVICE, description=reason)
     count = torch.cuda.device_count()
     if target.index is not None and target.index >= count:
         raise DeviceError(f"use of {target}", code=_INVALID_DEVICE, description=f"torch sees {count} GPUs")
@@ -85,5 +84,5 @@ def _check_other(target: torch.device, dtypes: Sequence[str]) -> None:
         except Exception as error:  # each kind of device refuses in its own way
             reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
             raise DeviceError(
-                f"a tensor of {name} on {target}", code=_NO_DEVICE, description=reason
+                f"a tensor of {name} on {target}", code=NO_DEVICE, description=reason
             ) from error

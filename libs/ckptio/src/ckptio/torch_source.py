@@ -166,6 +166,7 @@ def _check_zip(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+        # NotImplementedError is what zipfile says of a version or method that it does not know.
         size_bytes = os.stat(path).st_size
         reason = f"the zip archive is cut off or damaged ({error}); fetch it again"
         raise CorruptCheckpoint(path, reason, offset_bytes=size_bytes) from error

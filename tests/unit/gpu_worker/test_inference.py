@@ -69,6 +69,7 @@ async def test_the_heartbeat_counts_running_and_waiting_requests(lender: Lender,
         await outside.until(lambda: outside.beat.active_requests == 3)
         engine.allow(100)
         await outside.until(lambda: outside.beat.active_requests == 0)
+        assert max(beat.active_requests for beat in outside.all(WorkerHeartbeat)) == 3
 
 
 async def test_starting_twice_is_starting_once(lender: Lender, model: TinyModel) -> None:

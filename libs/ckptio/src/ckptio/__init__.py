@@ -29,6 +29,7 @@ from ckptio.errors import (
     TruncatedCheckpoint,
     UnsaveableTensor,
     UnsupportedFormat,
+    needing_torch,
 )
 from ckptio.export import export
 from ckptio.index import Index, IndexPartition, Slice, TensorEntry
@@ -150,9 +151,5 @@ def __getattr__(name: str) -> Any:
         from ckptio.native import require_native
 
         return getattr(require_native(), name)
-    try:
+    with needing_torch(f"ckptio.{name}"):
         return getattr(importlib.import_module(_LATE[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise PackageMissing(f"ckptio.{name}", package="torch", extra="torch") from error

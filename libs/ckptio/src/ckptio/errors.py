@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 PathLike = str | os.PathLike[str]
@@ -193,3 +194,14 @@ class PackageMissing(CkptioError, ImportError):
         what = f"'ckptio[{extra}]'" if extra else package
         super().__init__(f"{purpose} needs {package}; install it with: pip install {what}")
         self.name = package
+
+
+@contextmanager
+def needing_torch(purpose: str) -> Iterator[None]:
+    """Imports of torch inside, where all else works without it: its absence is `PackageMissing`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise PackageMissing(purpose, package="torch", extra="torch") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptio.checkpoint import check_chunk, check_sizes, read_checkpoint
-from ckptio.errors import CorruptCheckpoint, PackageMissing, PathLike, UnsupportedFormat
+from ckptio.errors import CorruptCheckpoint, PathLike, UnsupportedFormat, needing_torch
 from ckptio.files import opened, page_buffer, read_exactly, write_durably, write_exactly
 from ckptio.index import Index, IndexPartition, TensorEntry
 from ckptio.manifest import INDEX_FILE, Manifest, partition_file
@@ -165,24 +165,14 @@ def _pieces(entry: TensorEntry, partition: _Partition, buffer: memoryview) -> It
     if entry.stride is not None:
         raw = bytearray(entry.size_bytes)
         partition.read_into(memoryview(raw), entry.offset_bytes)
-        contiguous_bytes = _import_contiguous_bytes(entry.name)
+        with needing_torch(f"{entry.name}: making a view contiguous"):
+            from ckptio.views import contiguous_bytes
         yield memoryview(contiguous_bytes(raw, entry))
         return
     for offset in range(0, entry.size_bytes, len(buffer)):
         piece = buffer[: min(len(buffer), entry.size_bytes - offset)]
         partition.read_into(piece, entry.offset_bytes + offset)
         yield piece
-
-
-def _import_contiguous_bytes(name: str) -> Callable[[bytearray, TensorEntry], bytes | bytearray]:
-    # Here, because all else works without torch.
-    try:
-        from ckptio.torch import contiguous_bytes
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise PackageMissing(f"{name}: making a view contiguous", package="torch", extra="torch") from error
-    return contiguous_bytes
 
 
 def _copy_others(source: Path, directory: Path, manifest: Manifest, verify: bool) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptio.errors import PackageMissing, UnsupportedFormat
+from ckptio.errors import UnsupportedFormat, needing_torch
 from ckptio.files import naming, opened, page_buffer, read_exactly
 from ckptio.manifest import Source
 from ckptio.partitioning import Partitioning, Share, balanced, divide
@@ -131,13 +131,8 @@ def _is_torch(source: Path) -> bool:
 
 
 def _torch_input(source: Path, origin: Source) -> Input:
-    # Here, because all else works without torch.
-    try:
+    with needing_torch(f"{source}: reading torch weights"):
         from ckptio.torch_source import open_torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise PackageMissing(f"{source}: reading torch weights", package="torch", extra="torch") from error
 
     found = find_weights(source, TORCH)
     assert found is not None

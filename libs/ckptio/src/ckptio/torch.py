@@ -19,12 +19,10 @@ from ckptio.layout import Layout, read_layout
 from ckptio.native import native_status
 from ckptio.plan import plan_chunks
 from ckptio.targets import Device, are_one, check_targets, targets_of
-from ckptio.views import base_of, contiguous_bytes, make_views, make_wholes
+from ckptio.views import base_of, make_views, make_wholes
 
 if TYPE_CHECKING:
     from ckptio._native import Mapping as ChunkMapping
-
-__all__ = ["contiguous_bytes", "load", "load_layout", "tensors"]
 
 # A layout, the number of a partition and whether to verify it -> the bytes of the partition.
 _ReadPartition = Callable[[Layout, int, bool], torch.Tensor]

@@ -200,6 +200,7 @@ class Loading:
         attach = AttachInstance(
             instance_id=run.task.instance_id,
             model_id=run.key.model_id,
+            agent_epoch=0,
             checkpoint_path=str(self._tiers.path_of(run.key)),
             pool_path=str(self._tiers.pool.path),
             lease_path=str(lease_path),

@@ -74,7 +74,7 @@ class LoadLoop:
             model_id=command.model_id,
             checkpoint_digest=command.checkpoint_digest,
             size_bytes=command.size_bytes,
-            slot=command.slot,
+            slot=command.slots[0],
             queued_s=time.monotonic(),
         )
         if self._is_draining:

@@ -67,14 +67,17 @@ class ModelState(StrEnum):
 
 class JobStage(StrEnum):
     QUEUED = "queued"
+    DOWNLOADING = "downloading"
     CONVERTING = "converting"
     VERIFYING = "verifying"
+    PUBLISHING = "publishing"
     FINISHED = "finished"
     FAILED = "failed"
 
 
 class DeployModel(Message, frozen=True, kw_only=True):
-    """Router → scheduler: import `source` (a directory that the agents can read) as `model_id`."""
+    """Router → scheduler: import `source` as `model_id`: a directory that the agents can read, `hf://org/name@revision`,
+    or a URL."""
 
     model_id: str
     source: str
@@ -137,6 +140,23 @@ class JobStatus(Value, frozen=True, kw_only=True):
 
 class GetJobReply(Message, frozen=True, kw_only=True):
     job: JobStatus
+
+
+class CancelJob(Message, frozen=True, kw_only=True):
+    """Router → scheduler: end this import, whoever runs it. What is over stays as it is."""
+
+    job_id: str
+
+
+class CancelJobReply(Message, frozen=True, kw_only=True):
+    job: JobStatus
+
+
+class CancelImport(Message, frozen=True, kw_only=True):
+    """Scheduler → agent: stop an import at its next chunk; nothing of it is published."""
+
+    job_id: str
+    scheduler_epoch: NonNegative
 
 
 class ImportModel(Message, frozen=True, kw_only=True):
@@ -288,14 +308,17 @@ class GetRoutesReply(Message, frozen=True, kw_only=True):
 
 
 class LoadModel(Message, frozen=True, kw_only=True):
-    """Scheduler → agent: make the model's bytes resident in DRAM and give them to the worker of `slot`."""
+    """Scheduler → agent: make the model's bytes resident in DRAM and give them to the worker of the first of `slots`.
+
+    On GPUs there is one slot per partition, whose device partition k is copied to. A CPU slot maps all partitions.
+    """
 
     task_id: str
     instance_id: str
     model_id: str
     checkpoint_digest: str
     size_bytes: NonNegative
-    slot: NonNegative
+    slots: Annotated[tuple[NonNegative, ...], msgspec.Meta(min_length=1)]
     scheduler_epoch: NonNegative
 
 
@@ -339,6 +362,95 @@ class LoadEnded(Message, frozen=True, kw_only=True):
     error: ErrorReply
 
 
+class PrefetchModel(Message, frozen=True, kw_only=True):
+    """→ agent (request/reply): bring a checkpoint up to `tier` (SSD or DRAM) without an instance; with `is_pinned` it
+    stays there. It ends by a `PrefetchEnded`, and shows in heartbeats; CancelLoad stops it."""
+
+    task_id: str
+    model_id: str
+    checkpoint_digest: str
+    tier: Tier
+    is_pinned: bool = False
+
+
+class PrefetchEnded(Message, frozen=True, kw_only=True):
+    """Agent → scheduler: how a prefetch ended."""
+
+    task_id: str
+    model_id: str
+    server_id: str
+    source_tier: Tier
+    reports: tuple[TierReport, ...] = ()
+    error: ErrorReply | None = None
+
+
+class PinModel(Message, frozen=True, kw_only=True):
+    """→ agent (request/reply): what is, or comes to be, of the model in `tier` (SSD or DRAM) is not evicted. A pin on
+    the SSD outlives the agent; one in DRAM ends with the pool."""
+
+    model_id: str
+    tier: Tier
+
+
+class UnpinModel(Message, frozen=True, kw_only=True):
+    """→ agent (request/reply): the model may be evicted from `tier` again."""
+
+    model_id: str
+    tier: Tier
+
+
+class EvictModel(Message, frozen=True, kw_only=True):
+    """→ agent (request/reply): give back what nobody uses of the model in `tier`; from the SSD means from DRAM too.
+    Refused with Conflict while it is pinned there, loaded or used by an instance."""
+
+    model_id: str
+    tier: Tier
+
+
+class GetLoads(Message, frozen=True, kw_only=True):
+    """→ agent (request/reply): what its queue holds, and how long that will take."""
+
+
+class LoadSummary(Value, frozen=True, kw_only=True):
+    """A task of an agent's queue. `remaining_s` estimates the rest of one that runs, by its progress; None while it waits.
+    `instance_id` is empty for a prefetch."""
+
+    task_id: str
+    instance_id: str
+    model_id: str
+    stage: WaitStage
+    source_tier: Tier
+    done_bytes: NonNegative
+    total_bytes: NonNegative
+    running_s: Seconds
+    remaining_s: Seconds | None = None
+
+
+class GetLoadsReply(Message, frozen=True, kw_only=True):
+    loads: tuple[LoadSummary, ...]
+
+
+class MeasureStorage(Message, frozen=True, kw_only=True):
+    """→ agent (request/reply): measure the SSD directory now, when no load reads it."""
+
+
+class MeasureStorageReply(Message, frozen=True, kw_only=True):
+    """The storage of a server as measured: reads of its SSD directory, direct and buffered, into the pool.
+
+    `warnings` are sentences about what makes loads slower than they could be.
+    """
+
+    server_id: str
+    ssd_directory: str
+    ssd_direct_bytes_per_s: float
+    ssd_buffered_bytes_per_s: float
+    is_direct: bool
+    pool_size_bytes: NonNegative
+    has_huge_pages: bool
+    is_locked: bool
+    warnings: tuple[str, ...] = ()
+
+
 class PrepareInstance(Message, frozen=True, kw_only=True):
     """Scheduler → worker: build the model's skeleton now, while its bytes move."""
 
@@ -349,10 +461,14 @@ class PrepareInstance(Message, frozen=True, kw_only=True):
 
 
 class PartitionChunks(Value, frozen=True, kw_only=True):
-    """Where a partition's bytes are in the pool: chunk numbers, packed uint32 little-endian, in file order."""
+    """Where a partition's bytes are in the pool: chunk numbers, packed uint32 little-endian, in file order.
+
+    `device` is where they go: "cpu" maps them, "cuda:0" gets a copy in memory that the worker allocates.
+    """
 
     size_bytes: NonNegative
     chunks: bytes
+    device: str = "cpu"
 
 
 class AttachInstance(Message, frozen=True, kw_only=True):
@@ -360,15 +476,24 @@ class AttachInstance(Message, frozen=True, kw_only=True):
 
     `lease_path` is a file that the worker keeps locked (shared flock) while it maps the chunks: the kernel drops the
     lock with the process, so the agent knows exactly when the chunks are free, whatever happened to the worker.
+    `agent_epoch` is the agent's life: chunks of another life are filled by nobody, so a worker that holds such while
+    its instance loads lets go of them and maps these instead.
     """
 
     instance_id: str
     model_id: str
+    agent_epoch: NonNegative
     checkpoint_path: str
     pool_path: str
     lease_path: str
     chunk_size_bytes: NonNegative
     partitions: tuple[PartitionChunks, ...]
+
+
+class AttachInstanceReply(Message, frozen=True, kw_only=True):
+    """Worker → agent: done. For partitions on GPUs, in order, the CUDA IPC handles of the memory to copy them to."""
+
+    handles: tuple[bytes, ...] = ()
 
 
 class ActivateInstance(Message, frozen=True, kw_only=True):
@@ -520,21 +645,34 @@ class InferenceFinished(Message, frozen=True, kw_only=True):
 
 
 class ResidentModel(Value, frozen=True, kw_only=True):
-    """A model that is wholly in `tier` of this server."""
+    """What a server has of a checkpoint. `tier` is the fastest that holds all of it: DRAM, SSD, or REMOTE when none
+    does. `size_bytes` is all of it, `dram_bytes` and `ssd_bytes` what is there of it; nothing in both: it is gone."""
 
     model_id: str
     checkpoint_digest: str
     tier: Tier
     size_bytes: NonNegative
+    dram_bytes: NonNegative = 0
+    ssd_bytes: NonNegative = 0
+    pinned: tuple[Tier, ...] = ()
 
 
 class AgentHeartbeat(Message, frozen=True, kw_only=True):
-    """Storage agent → all. `epoch` is new with each life; `tasks` and `jobs` are queued or running, in order."""
+    """Storage agent → all. `epoch` is new with each life; `tasks` and `jobs` are queued or running, in order, and
+    `running` those tasks that are being worked on.
+
+    Residency has a version that counts up. `resident` is all of it when `base_version` is None, else what changed since
+    that version; who knows an older one asks with ResendResidency. Workers of the server say that they live by staying
+    connected to the Unix socket `presence_path`.
+    """
 
     server_id: str
     epoch: NonNegative
     resident: tuple[ResidentModel, ...]
+    residency_version: NonNegative = 0
+    base_version: NonNegative | None = None
     tasks: tuple[str, ...]
+    running: tuple[str, ...] = ()
     jobs: tuple[str, ...]
     attached: tuple[str, ...]
     pool_size_bytes: NonNegative
@@ -542,6 +680,21 @@ class AgentHeartbeat(Message, frozen=True, kw_only=True):
     ssd_size_bytes: NonNegative
     ssd_used_bytes: NonNegative
     probe_bandwidth_bytes_per_s: float
+    presence_path: str = ""
+
+
+class ResendResidency(Message, frozen=True, kw_only=True):
+    """Scheduler → agent: the next heartbeat should hold all of your residency."""
+
+    scheduler_epoch: NonNegative
+
+
+class WorkerExited(Message, frozen=True, kw_only=True):
+    """Agent → scheduler: the process of a worker is gone, by the word of the kernel."""
+
+    server_id: str
+    slot: NonNegative
+    worker_epoch: NonNegative
 
 
 class WorkerState(StrEnum):
@@ -552,12 +705,14 @@ class WorkerState(StrEnum):
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True):
-    """GPU worker → all. `active_requests` counts running and queued ones."""
+    """GPU worker → all. `active_requests` counts running and queued ones; memory is that of the slot's device."""
 
     server_id: str
     slot: NonNegative
     epoch: NonNegative
     device: str
+    memory_size_bytes: NonNegative = 0
+    memory_free_bytes: NonNegative = 0
     state: WorkerState
     instance_id: str | None
     model_id: str | None
@@ -591,6 +746,8 @@ class GetCluster(Message, frozen=True, kw_only=True):
 class SlotSummary(Value, frozen=True, kw_only=True):
     slot: NonNegative
     device: str
+    memory_size_bytes: NonNegative = 0
+    memory_free_bytes: NonNegative = 0
     state: WorkerState
     is_alive: bool
     model_id: str | None

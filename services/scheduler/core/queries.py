@@ -129,6 +129,8 @@ def _summarise_slot(slot: Slot) -> SlotSummary:
     return SlotSummary(
         slot=slot.slot,
         device=known.device if known else "",
+        memory_size_bytes=known.memory_size_bytes if known else 0,
+        memory_free_bytes=known.memory_free_bytes if known else 0,
         state=known.state if known else WorkerState.EMPTY,
         is_alive=slot.is_alive and known is not None,
         model_id=known.model_id if known else None,

@@ -69,6 +69,7 @@ class Lender:
         return AttachInstance(
             instance_id=instance_id,
             model_id=model_id,
+            agent_epoch=1,
             checkpoint_path=str(checkpoint),
             pool_path=str(self.pool.path),
             lease_path=str(lease),

@@ -62,7 +62,7 @@ def test_a_task_that_nobody_knows_is_cancelled() -> None:
         model_id="a",
         checkpoint_digest="d",
         size_bytes=GB * 100,
-        slot=0,
+        slots=(0,),
         scheduler_epoch=1,
     )
     cluster.agents["s0"].on(stray)

@@ -135,7 +135,7 @@ class ToyAgent:
     def _complete(self, task: LoadModel, source: Tier, reports: tuple[TierReport, ...]) -> None:
         if task not in self.tasks or task is not self.tasks[0]:
             return
-        worker = self.cluster.workers.get((self.server_id, task.slot))
+        worker = self.cluster.workers.get((self.server_id, task.slots[0]))
         if self.errors:
             self._end(task, self.errors.pop(0))
         elif worker is None or not worker.activate(task):
@@ -158,7 +158,7 @@ class ToyAgent:
 
     def _end(self, task: LoadModel, error: ErrorReply | None) -> None:
         """None when the scheduler cancelled it."""
-        worker = self.cluster.workers.get((self.server_id, task.slot))
+        worker = self.cluster.workers.get((self.server_id, task.slots[0]))
         if worker is not None:
             worker.detach(task.instance_id)
         if error is not None:

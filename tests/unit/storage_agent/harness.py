@@ -205,7 +205,7 @@ class Harness:
             model_id=model_id,
             checkpoint_digest=digest,
             size_bytes=size_bytes,
-            slot=self.peer.slot,
+            slots=(self.peer.slot,),
             scheduler_epoch=1,
         )
         await self.send(command)

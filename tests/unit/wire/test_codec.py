@@ -19,7 +19,7 @@ def sample(annotation: object) -> object:
     """Some valid value of a field's type, made from the type alone so that a new message is covered by existing."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return 1 if arguments[0] is int else 1.0
+        return sample(arguments[0])
     if origin is tuple:
         return (sample(arguments[0]),)
     if origin is dict:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptio.checkpoint import read_index, read_manifest, verify
 from ckptio.convert import ConversionPlan, convert, plan_conversion
+from ckptio.copier import ChunkCopier
 from ckptio.devices import CudaStatus, DeviceBuffer, cuda_status
 from ckptio.errors import (
     BadDestination,
@@ -63,6 +64,7 @@ __all__ = [
     "Cancelled",
     "Checkpoint",
     "CheckpointExists",
+    "ChunkCopier",
     "ChunkPool",
     "CkptioError",
     "ConversionInProgress",

@@ -123,6 +123,7 @@ cdef extern from "native/reader.hpp" namespace "ckptio" nogil:
         uint64_t done_bytes() noexcept
         void cancel() noexcept
         ReadResult result() except +ckptio_translate
+        vector[size_t] take_arrived() except +ckptio_translate
 
     cdef cppclass CReaderThreads "ckptio::ReaderThreads":
         shared_ptr[ReadJob] submit(ReadRequest request) except +ckptio_translate
@@ -180,6 +181,8 @@ cdef extern from "native/pipeline.hpp" namespace "ckptio" nogil:
         double seconds
 
     cdef cppclass CCopyPipeline "ckptio::CopyPipeline"(ChunkSink):
+        void deliver(size_t chunk_index, byte* data) noexcept
+        cbool has_failed() noexcept
         uint64_t copied_bytes() noexcept
         size_t chunk_count() noexcept
         void end(cbool is_dropping) noexcept
@@ -250,7 +253,7 @@ cdef class ReaderThreads:
     cdef shared_ptr[CReaderThreads] threads
 
     cdef _read(self, Mapping target, chunks, files, bint is_verified, bint is_bounced, CancelToken cancel,
-               CopyPipeline sink, progress)
+               CopyPipeline sink, progress, arrived)
 
 
 cdef class DeviceMemory:

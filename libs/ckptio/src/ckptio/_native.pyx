@@ -187,24 +187,25 @@ cdef class ReaderThreads:
         self.close()
 
     def read(self, Mapping target not None, chunks, files, bint is_verified, bint is_bounced, CancelToken cancel,
-             CopyPipeline sink, progress):
+             CopyPipeline sink, progress, arrived):
         """Reads `chunks`, tuples of (target_offset_bytes or None, file, offset_bytes, size_bytes, digest, is_direct,
         is_resident), from `files`, tuples of (buffered_descriptor, direct_descriptor or -1).
 
         A chunk without a target is read to a place of the sink. Returns (outcome name, errno, chunk_index,
         offset_bytes, done_bytes, direct_bytes, reread_chunks, read_s, verify_s). `progress` is called in this thread
-        with the bytes done so far; what it raises cancels the read.
+        with the bytes done so far, `arrived` with the numbers of the chunks that are there since its last call, also
+        when the read ends badly; what they raise cancels the read.
         """
         target._ensure_open()
         # From here on nobody can close the target: its addresses are about to be handed out.
         target.views += 1
         try:
-            return self._read(target, chunks, files, is_verified, is_bounced, cancel, sink, progress)
+            return self._read(target, chunks, files, is_verified, is_bounced, cancel, sink, progress, arrived)
         finally:
             target.views -= 1
 
     cdef _read(self, Mapping target, chunks, files, bint is_verified, bint is_bounced, CancelToken cancel,
-               CopyPipeline sink, progress):
+               CopyPipeline sink, progress, arrived):
         cdef ReadRequest request
         cdef ChunkRead chunk
         cdef ReadFile file
@@ -249,11 +250,11 @@ cdef class ReaderThreads:
         with nogil:
             job = threads.get().submit(move(request))
             threads.reset()
-        _follow(job.get(), None if sink is not None else progress, sink, progress)
+        _follow(job.get(), None if sink is not None else progress, sink, progress, arrived)
         return _wrap(job.get())
 
 
-cdef _follow(ReadJob* job, progress, CopyPipeline sink, sink_progress):
+cdef _follow(ReadJob* job, progress, CopyPipeline sink, sink_progress, arrived):
     """Waits for a job. With a sink, what counts as progress is what has arrived there."""
     cdef uint64_t seen_bytes = 0
     cdef uint64_t done_bytes
@@ -265,6 +266,8 @@ cdef _follow(ReadJob* job, progress, CopyPipeline sink, sink_progress):
                 done_bytes = job.done_bytes()
             if done_bytes > seen_bytes and progress is not None:
                 progress(done_bytes)
+            if arrived is not None:
+                _tell_arrived(job, arrived)
             if sink is not None:
                 sink._tell(sink_progress)
             seen_bytes = done_bytes
@@ -276,6 +279,12 @@ cdef _follow(ReadJob* job, progress, CopyPipeline sink, sink_progress):
             with nogil:
                 has_ended = job.wait(seen_bytes, WAIT_MS)
                 seen_bytes = job.done_bytes()
+
+
+cdef _tell_arrived(ReadJob* job, arrived):
+    cdef vector[size_t] numbers = job.take_arrived()
+    if not numbers.empty():
+        arrived(numbers)
 
 
 cdef _wrap(ReadJob* job):
@@ -431,6 +440,21 @@ cdef class CopyPipeline:
     def copied_bytes(self):
         """What has arrived; 0 when the pipeline has finished."""
         return self.pipeline.get().copied_bytes() if self.pipeline.get() != NULL else 0
+
+    @property
+    def has_failed(self):
+        """Whether a copy has failed; `finish` says how."""
+        return self.pipeline.get() != NULL and self.pipeline.get().has_failed()
+
+    def deliver(self, uint64_t chunk_index, uint64_t offset_bytes):
+        """Gives the pipeline a chunk, once, that is in the ring's mapping at `offset_bytes`."""
+        self._ensure_open()
+        cdef uint64_t mapped_bytes = self.ring_mapping.region.size_bytes()
+        if chunk_index >= self.pipeline.get().chunk_count():
+            raise ValueError("the pipeline has no such chunk")
+        if self.ring_chunk_bytes > mapped_bytes or offset_bytes > mapped_bytes - self.ring_chunk_bytes:
+            raise ValueError("a chunk ends after the mapping")
+        self.pipeline.get().deliver(chunk_index, self.ring_mapping.region.data() + offset_bytes)
 
     def finish(self, bint is_dropping, CancelToken cancel, progress):
         """Waits for the copies, or drops what has not started, also when `cancel` or an exception says so.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ckptio.copier import check_buffers
 from ckptio.devices import DeviceBuffer
 from ckptio.errors import Cancelled, PathLike
 from ckptio.layout import Layout, read_layout
@@ -19,7 +20,7 @@ from ckptio.loaded import Loaded
 from ckptio.pool import ChunkPool
 from ckptio.reader import READER_THREADS, Reader
 from ckptio.residency import ChunkKey
-from ckptio.transfer import Transfer, check_buffers, plan_transfer
+from ckptio.transfer import Transfer, plan_transfer
 
 if TYPE_CHECKING:
     from ckptio import _native
@@ -127,7 +128,7 @@ class Loader:
         """`load_onto` of a checkpoint whose layout was read before."""
         with self._in_turn(layout.files[0].parent, cancel) as start:
             transfer = self._plan(layout, verify, progress, cancel)
-            check_buffers(layout, buffers)
+            check_buffers(layout.index, buffers)
             if not self._factors.pinned:
                 return transfer.report(start, *transfer.copy_through_fresh_memory(buffers))
             may_be_ring = self._factors.bulk and self._factors.pipeline

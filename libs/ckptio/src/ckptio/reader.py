@@ -136,13 +136,16 @@ class Reader:
         direct: bool | None = None,
         sink: CopyPipeline | None = None,
         progress: Callable[[int], None] | None = None,
+        arrived: Callable[[Sequence[int]], None] | None = None,
         cancel: CancelToken | None = None,
         states: Sequence[FileState] = (),
     ) -> ReadReport:
         """Carries out orders, in their order, from `paths` into `target`, and hands each chunk to `sink`.
 
-        `is_bounced` says that `target` has small pages only. The caller finishes `sink`. Files that are not
-        in the `states` they had are `CorruptCheckpoint`. The rest is as for `read`.
+        `is_bounced` says that `target` has small pages only. The caller finishes `sink`. `arrived` is called
+        in this thread with the numbers of the orders that are done since its last call; what it heard of is
+        good, also when the rest fails. Files that are not in the `states` they had are `CorruptCheckpoint`.
+        The rest is as for `read`.
         """
         if self._is_closed or os.getpid() != self._owner_pid:
             raise ValueError("the reader is closed, or belongs to the parent process")
@@ -175,6 +178,7 @@ class Reader:
                 cancel,
                 sink,
                 progress,
+                arrived,
             )
             _check_states(paths, files, states)
         _raise_for(outcome, code, order_index, offset_bytes, done_bytes, paths, orders, ends)

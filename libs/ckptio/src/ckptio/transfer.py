@@ -182,15 +182,3 @@ def plan_transfer(
         cancel=cancel,
         ceilings_bytes_per_s=ceilings_bytes_per_s,
     )
-
-
-def check_buffers(layout: Layout, buffers: Sequence[DeviceBuffer]) -> None:
-    """Raises ValueError unless there is one buffer for each partition, large enough."""
-    partitions = layout.index.partitions
-    if len(buffers) != len(partitions):
-        raise ValueError(f"{len(buffers)} buffers for {len(partitions)} partitions")
-    for number, (buffer, part) in enumerate(zip(buffers, partitions, strict=True)):
-        if buffer.size_bytes < part.size_bytes:
-            raise ValueError(
-                f"buffer {number} has {buffer.size_bytes} bytes, its partition {part.size_bytes}"
-            )

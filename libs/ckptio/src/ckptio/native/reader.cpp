@@ -49,6 +49,8 @@ std::byte* BounceBuffer::data() noexcept {
 
 ReadJob::ReadJob(ReadRequest request)
     : request_(std::move(request)), has_direct_(new std::atomic<bool>[request_.files.size()]) {
+    // So that noting an arrival never fails.
+    arrived_.reserve(request_.chunks.size());
     for (std::size_t file = 0; file < request_.files.size(); ++file) has_direct_[file] = true;
 }
 
@@ -64,6 +66,13 @@ ReadResult ReadJob::result() const {
     const std::lock_guard lock(mutex_);
     assert(is_exhausted_ && running_ == 0);
     return result_;
+}
+
+std::vector<std::size_t> ReadJob::take_arrived() {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::size_t> taken(arrived_);
+    arrived_.clear();
+    return taken;
 }
 
 bool ReadJob::is_stopping() const noexcept {
@@ -289,6 +298,7 @@ void ReadJob::finish(std::size_t chunk_index, const Attempt& attempt) {
     result_.direct_bytes += attempt.direct_bytes;
     result_.reread_chunks += attempt.is_reread ? 1 : 0;
     if (attempt.outcome == Outcome::done) {
+        arrived_.push_back(chunk_index);
         done_bytes_ += chunk.size_bytes;
     } else if (result_.outcome == Outcome::done) {
         result_.outcome = attempt.outcome;

@@ -101,6 +101,8 @@ class ReadJob {
     void cancel() noexcept { is_cancelled_ = true; }
     // Only after the job has ended.
     ReadResult result() const;
+    // The chunks whose bytes are there, and verified, since this was last asked.
+    std::vector<std::size_t> take_arrived();
 
     // What handling a chunk gave so far.
     struct Attempt {
@@ -151,6 +153,7 @@ class ReadJob {
     std::size_t reading_ = 0;
     std::size_t running_ = 0;
     std::deque<Task> unverified_;
+    std::vector<std::size_t> arrived_;
     bool is_exhausted_ = false;
     ReadResult result_;
 };

@@ -31,7 +31,7 @@ def make_engine(config: WorkerConfig) -> Engine:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     from services.gpu_worker.engines.transformers_engine import TransformersEngine
 
-    return TransformersEngine(precision=config.dtype, threads=config.threads)
+    return TransformersEngine(precision=config.dtype, threads=config.threads, device=config.device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Owns the hold on an instance's chunks: the lease that tells the agent, and the mappings that show the bytes."""
+"""Owns what the agent lent for an instance: the lease that tells it, and the memory in which the bytes are to be seen.
+
+A partition for the CPU is mapped from the agent's pool. One for a GPU gets memory of that GPU, which this process
+allocates and the agent fills through its IPC handle; the pool is then only a station on the way.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,12 @@ from pathlib import Path
 import ckptio
 from whimbrel.wire.codec import unpack_tokens
 from whimbrel.wire.errors import Cancelled, LoadFailed, WhimbrelError
-from whimbrel.wire.messages import AttachInstance
+from whimbrel.wire.messages import AttachInstance, PartitionChunks
+
+from services.gpu_worker.engines.engine import PartitionMemory
 
 CONFIG_FILE = "config.json"
+HOST = "cpu"
 
 # Pages are put into this process's page tables in pieces, so that giving the chunks back never waits for long.
 TOUCH_BYTES = 16 * 1024 * 1024
@@ -23,30 +30,54 @@ _libc = ctypes.CDLL(None)
 
 
 class LentChunks:
-    """Chunks of the agent's pool, mapped under a lease that is held until `close`. Made by `take`."""
+    """The memory of each partition, in order, under a lease. Made by `take`, given back by `close`."""
 
-    def __init__(self, lease: int, index: ckptio.Index, mappings: list[ckptio.Mapping]) -> None:
+    def __init__(self, lease: int, index: ckptio.Index, memories: list[PartitionMemory]) -> None:
         self._lease: int | None = lease
         self._lock = threading.Lock()
+        self._owned = memories.copy()
         self.index = index
-        self.mappings = mappings
+        self.memories = memories
+        # What the agent needs to fill the partitions that are on GPUs, in their order.
+        self.handles: tuple[bytes, ...] = ()
 
     @classmethod
-    def take(cls, attach: AttachInstance) -> LentChunks:
-        """Lock the lease, read the index, map the chunks; blocks for milliseconds.
+    def take(cls, attach: AttachInstance, former: LentChunks | None = None) -> LentChunks:
+        """Lock the lease, read the index, map chunks and allocate memory of GPUs; blocks for milliseconds.
 
-        Raises Cancelled when the agent has taken the lease back, LoadFailed when index and chunks do not fit together.
+        Memory of a GPU that `former` has for the same partition is used again, because a GPU has no room for a model
+        twice; it stays that of `former` until `adopt`. Raises Cancelled when the agent has taken the lease back,
+        LoadFailed when index and chunks do not fit together, or a GPU is not there or full.
         """
         lease = _lock(attach)
+        memories: list[PartitionMemory] = []
+        reused = _device_memories(former)
         try:
             index = ckptio.read_index(attach.checkpoint_path)
-            return cls(lease, index, _map(attach, index))
-        except (ckptio.CkptioError, OSError, ValueError, WhimbrelError) as cause:
+            _check(attach, index)
+            for number, partition in enumerate(attach.partitions):
+                memories.append(
+                    reused.get((number, partition.device, partition.size_bytes)) or _memory(attach, partition)
+                )
+            chunks = cls(lease, index, memories)
+            chunks._owned = [memory for memory in memories if memory not in reused.values()]
+            chunks.handles = tuple(m.ipc_handle() for m in memories if isinstance(m, ckptio.DeviceBuffer))
+            return chunks
+        except BaseException as cause:
+            for memory in memories:
+                if memory not in reused.values():
+                    memory.close()
             os.close(lease)
-            raise LoadFailed(model_id=attach.model_id, reason=str(cause)) from cause
-        except BaseException:
-            os.close(lease)
+            if isinstance(cause, ckptio.CkptioError | OSError | ValueError | WhimbrelError):
+                raise LoadFailed(model_id=attach.model_id, reason=str(cause)) from cause
             raise
+
+    def adopt(self, former: LentChunks) -> None:
+        """Take over what was used again of `former`, which gives back only the rest."""
+        with self._lock, former._lock:
+            taken = [memory for memory in former._owned if memory in self.memories]
+            former._owned = [memory for memory in former._owned if memory not in taken]
+            self._owned += taken
 
     def touch(self) -> None:
         """Take the page faults of the mappings now, while the bytes may still be on their way; blocks for milliseconds.
@@ -54,7 +85,9 @@ class LentChunks:
         A quarter of a gigabyte has 65,000 pages, and their faults would cost the first prefill some 30 ms of processor
         time. No byte is looked at. Does nothing on a kernel that cannot (before 5.14), or when the chunks are closed.
         """
-        for mapping in self.mappings:
+        for mapping in self.memories:
+            if isinstance(mapping, ckptio.DeviceBuffer):
+                continue
             for start in range(0, len(mapping), TOUCH_BYTES):
                 with self._lock:
                     if mapping.is_closed:
@@ -62,13 +95,17 @@ class LentChunks:
                     _populate(mapping, start, min(TOUCH_BYTES, len(mapping) - start))
 
     def close(self) -> None:
-        """Unmap everything, then let go of the lease. Raises BufferError, keeping the lease, while a view is alive."""
+        """Unmap and free everything, then let go of the lease. Raises BufferError, keeping the lease, while a view of a
+        mapping is alive."""
         with self._lock:
-            for mapping in self.mappings:
-                mapping.close()
-            if self._lease is not None:
-                os.close(self._lease)
-                self._lease = None
+            for memory in self._owned:
+                memory.close()
+            self._release_lease()
+
+    def _release_lease(self) -> None:
+        if self._lease is not None:
+            os.close(self._lease)
+            self._lease = None
 
 
 def read_config(attach: AttachInstance) -> bytes:
@@ -101,19 +138,27 @@ def _lock(attach: AttachInstance) -> int:
     return lease
 
 
-def _map(attach: AttachInstance, index: ckptio.Index) -> list[ckptio.Mapping]:
+def _check(attach: AttachInstance, index: ckptio.Index) -> None:
     lent = len(attach.partitions)
     if lent != len(index.partitions):
         raise ValueError(f"{lent} partitions were lent, the index has {len(index.partitions)}")
-    mappings: list[ckptio.Mapping] = []
-    try:
-        for number, (partition, known) in enumerate(zip(attach.partitions, index.partitions, strict=True)):
-            if partition.size_bytes < known.size_bytes:
-                raise ValueError(f"partition {number}: {partition.size_bytes} bytes lent of {known.size_bytes}")
-            chunks = unpack_tokens(partition.chunks)
-            mappings.append(ckptio.map_chunks(attach.pool_path, attach.chunk_size_bytes, chunks, partition.size_bytes))
-    except BaseException:
-        for mapping in mappings:
-            mapping.close()
-        raise
-    return mappings
+    for number, (partition, known) in enumerate(zip(attach.partitions, index.partitions, strict=True)):
+        if partition.size_bytes < known.size_bytes:
+            raise ValueError(f"partition {number}: {partition.size_bytes} bytes lent of {known.size_bytes}")
+
+
+def _memory(attach: AttachInstance, partition: PartitionChunks) -> PartitionMemory:
+    if partition.device == HOST:
+        chunks = unpack_tokens(partition.chunks)
+        return ckptio.map_chunks(attach.pool_path, attach.chunk_size_bytes, chunks, partition.size_bytes)
+    return ckptio.DeviceBuffer.allocate(partition.device, partition.size_bytes)
+
+
+def _device_memories(former: LentChunks | None) -> dict[tuple[int, str, int], PartitionMemory]:
+    """By number of the partition, device, and size in bytes."""
+    memories = [] if former is None else former.memories
+    return {
+        (number, memory.device, memory.size_bytes): memory
+        for number, memory in enumerate(memories)
+        if isinstance(memory, ckptio.DeviceBuffer)
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,7 +13,8 @@ from whimbrel.wire.ids import check_service_id
 
 from services.gpu_worker.engines.engine import Precision
 
-DEVICES = ("cpu",)
+# "cuda" alone would be whichever GPU is current; a slot is one of them.
+DEVICE_NAME = re.compile(r"cpu|cuda:(0|[1-9]\d{0,3})")
 
 
 class EngineName(StrEnum):
@@ -22,7 +24,7 @@ class EngineName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """Read from WB_<FIELD>. `requests_max` bounds the requests that run or wait here.
+    """Read from WB_<FIELD>. `device` is cpu, or cuda:N. `requests_max` bounds the requests that run or wait here.
 
     `dtype` is what models are computed in (see `Precision`). `torch_threads` 0 means one per processor. `prewarm` pays
     first-time costs at start. The `echo_…` costs are seconds that the echo engine sleeps.
@@ -50,8 +52,8 @@ class WorkerConfig:
             check_service_id(self.server_id)
         except InvalidRequest as error:
             raise ConfigError("WB_SERVER_ID", error.reason) from error
-        if self.device not in DEVICES:
-            raise ConfigError("WB_DEVICE", f"{self.device!r} is not supported; use one of {', '.join(DEVICES)}")
+        if DEVICE_NAME.fullmatch(self.device) is None:
+            raise ConfigError("WB_DEVICE", f"{self.device!r} is not supported; use cpu, or cuda:0 and so on")
         if self.slot < 0:
             raise ConfigError("WB_SLOT", f"{self.slot} is no slot; count them from 0")
         if self.requests_max < 1:

@@ -15,6 +15,7 @@ from whimbrel.wire.messages import (
     AbortInference,
     Ack,
     ActivateInstance,
+    AgentHeartbeat,
     AttachInstance,
     DetachInstance,
     Message,
@@ -32,9 +33,11 @@ from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.core.instance import WORKER_STATES
 from services.gpu_worker.core.routers import Routers
 from services.gpu_worker.core.sequence import check_request
+from services.gpu_worker.devices import Device
 from services.gpu_worker.engine_thread import EngineThread
 from services.gpu_worker.engines.engine import Engine
 from services.gpu_worker.inference import Inference
+from services.gpu_worker.presence import PresenceClient
 from services.gpu_worker.slot import Slot
 
 log = structlog.get_logger()
@@ -64,6 +67,8 @@ class WorkerService:
         self._clock = clock
         self._epoch = time.time_ns()
         self._thread = EngineThread()
+        self._device = Device(config.device)
+        self._presence = PresenceClient(slot=config.slot, worker_epoch=self._epoch)
         self._routers = Routers(lost_after_s=HEARTBEATS_MISSED_MAX * HEARTBEAT_S)
         self._scheduler_epoch = 0
         self._is_stopping = False
@@ -71,6 +76,7 @@ class WorkerService:
 
     async def start(self, group: asyncio.TaskGroup) -> None:
         config = self._config
+        await asyncio.to_thread(self._device.check)
         # Nothing is heard of this worker before it is warm: otherwise a model would be placed here to wait for imports.
         engine = await self._thread.run(self._make_engine)
         if config.prewarm:
@@ -103,9 +109,11 @@ class WorkerService:
         await self._bus.subscribe(subjects.all_to_worker(config.server_id, config.slot), self._on_command)
         await self._bus.subscribe(subjects.all_heartbeats("router"), self._on_router)
         await self._bus.subscribe(subjects.all_heartbeats("scheduler"), self._on_scheduler)
+        await self._bus.subscribe(subjects.all_heartbeats("agent"), self._on_agent)
         group.create_task(self._heart.run(), name="heartbeat")
         group.create_task(self._inference.run(), name="inference")
         group.create_task(self._watch(), name="watch")
+        group.create_task(self._presence.run(), name="presence")
         self._is_serving = True
 
     async def drain(self) -> None:
@@ -141,7 +149,8 @@ class WorkerService:
                 self._obey(message.scheduler_epoch)
                 await self._slot.prepare(message)
             case AttachInstance():
-                await self._slot.attach(message)
+                await self._bus.reply(received.reply_to, await self._slot.attach(message))
+                return
             case ActivateInstance():
                 self._slot.activate(message)
             case UnloadInstance():
@@ -179,6 +188,11 @@ class WorkerService:
             self._scheduler_epoch = message.epoch
             self._heart.beat()
 
+    async def _on_agent(self, received: Received) -> None:
+        message = received.message
+        if isinstance(message, AgentHeartbeat) and message.server_id == self._config.server_id:
+            self._presence.hear(message)
+
     def _obey(self, scheduler_epoch: int) -> None:
         """Raise StaleEpoch for a command of a scheduler that has a successor."""
         if scheduler_epoch < self._scheduler_epoch:
@@ -206,11 +220,14 @@ class WorkerService:
     def _heartbeat(self) -> WorkerHeartbeat:
         state = WORKER_STATES[self._slot.state]
         instance = None if state is WorkerState.EMPTY else self._slot.instance
+        memory = self._device.memory()
         return WorkerHeartbeat(
             server_id=self._config.server_id,
             slot=self._config.slot,
             epoch=self._epoch,
             device=self._config.device,
+            memory_size_bytes=memory.size_bytes,
+            memory_free_bytes=memory.free_bytes,
             state=WorkerState.DRAINING if self._is_stopping else state,
             instance_id=None if instance is None else instance.instance_id,
             model_id=None if instance is None else instance.model_id,

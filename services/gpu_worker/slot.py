@@ -6,42 +6,39 @@ Commands come one at a time, in order, from one subscription; what the engine's 
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import structlog
-from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import Conflict, InstanceGone, LoadFailed, Unavailable, WhimbrelError
 from whimbrel.wire.messages import (
     ActivateInstance,
     AttachInstance,
+    AttachInstanceReply,
     DetachInstance,
-    InstanceBecameReady,
-    InstanceEnded,
     Message,
     PrepareInstance,
     UnloadInstance,
 )
 
 from services.gpu_worker import metrics
+from services.gpu_worker.announcements import Announcements
 from services.gpu_worker.chunks import LentChunks, read_config
 from services.gpu_worker.config import WorkerConfig
-from services.gpu_worker.core.instance import (
-    ChunksMapped,
+from services.gpu_worker.core.instance import LEAVING, Instance, State, Work
+from services.gpu_worker.core.instance_events import (
     Emptied,
     Event,
-    Instance,
     ModelActivated,
     SkeletonBuilt,
-    State,
     TensorsBound,
-    Work,
     WorkFailed,
 )
 from services.gpu_worker.engine_thread import EngineThread
 from services.gpu_worker.engines.engine import Engine, EngineError, Limits
+from services.gpu_worker.holding import Holding, give_back
 
 log = structlog.get_logger()
 
@@ -67,18 +64,17 @@ class Slot:
         self._engine = engine
         self._thread = thread
         self._group = group
-        self._epoch = epoch
-        self._tell = tell
+        self._announcements = Announcements(config, epoch=epoch, tell=tell)
         self._on_change = on_change
         self._instance: Instance | None = None
         self._limits: Limits | None = None
-        self._chunks: LentChunks | None = None
+        self._holding = Holding()
         self._model_config = b""
         self._ended: deque[str] = deque(maxlen=ENDED_MAX)
         self._emptied = asyncio.Event()
         self._emptied.set()
-        # Unloads that may still have chunks to give back, although the slot is empty already.
-        self._unloads: set[asyncio.Task[None]] = set()
+        # What may still have chunks to give back, although the slot is empty already.
+        self._givings: set[asyncio.Task[None]] = set()
         self._is_stopping = False
 
     @property
@@ -103,26 +99,40 @@ class Slot:
             self._model_config = message.model_config
         self._do(instance, instance.prepare(time.monotonic()))
 
-    async def attach(self, message: AttachInstance) -> None:
-        """Returns when the chunks are mapped and the lease is held."""
+    async def attach(self, message: AttachInstance) -> AttachInstanceReply:
+        """Returns when the chunks are mapped, or memory of GPUs is allocated, and the lease is held.
+
+        An attach of the agent's next life replaces what is held, as long as the instance loads.
+        """
         instance = await self._instance_for(message.instance_id, message.model_id)
-        if not instance.wants_chunks:
-            return
+        if instance.wants_chunks(message.agent_epoch):
+            await self._take(instance, message)
+        assert self._holding.current is not None
+        return AttachInstanceReply(handles=self._holding.current.handles)
+
+    async def _take(self, instance: Instance, message: AttachInstance) -> None:
         try:
             if instance.state is State.EMPTY:
                 self._model_config = await asyncio.to_thread(read_config, message)
-            chunks = await asyncio.to_thread(LentChunks.take, message)
+            chunks = await asyncio.to_thread(LentChunks.take, message, self._holding.current)
         except WhimbrelError:
             if instance.state is State.EMPTY:
                 self._instance = None
             raise
         # Meanwhile the skeleton may have failed, or this worker been told to stop.
-        if self._instance is not instance or instance.state is State.UNLOADING or self._is_stopping:
+        if self._instance is not instance or instance.state in LEAVING or self._is_stopping:
             chunks.close()
             raise InstanceGone(instance_id=message.instance_id)
-        self._chunks = chunks
+        if not instance.wants_chunks(message.agent_epoch):
+            # It became ready with what it had; that is as good.
+            chunks.close()
+            return
+        self._holding.put(chunks)
         self._group.create_task(asyncio.to_thread(chunks.touch))
-        self._on(instance, ChunksMapped())
+        work = instance.attach(message.agent_epoch, time.monotonic())
+        self._do(instance, work)
+        if work is not Work.BIND:
+            self._give_back_replaced()
 
     def activate(self, message: ActivateInstance) -> None:
         instance = self._instance
@@ -153,8 +163,8 @@ class Slot:
         if self._instance is not None and self._instance.state is not State.EMPTY:
             self._do(self._instance, self._instance.unload(time.monotonic(), is_idle=is_idle, may_drain=True))
         await self._emptied.wait()
-        if self._unloads:
-            await asyncio.wait(self._unloads)
+        if self._givings:
+            await asyncio.wait(self._givings)
 
     async def _instance_for(self, instance_id: str, model_id: str) -> Instance:
         """The instance that a loading command is about; one that leaves makes room first, which takes milliseconds.
@@ -186,23 +196,27 @@ class Slot:
             case Work.BUILD:
                 self._group.create_task(self._perform(instance, SkeletonBuilt(), self._build))
             case Work.BIND:
-                self._group.create_task(self._perform(instance, TensorsBound(), self._bind))
+                self._group.create_task(self._bind(instance))
             case Work.ACTIVATE:
-                self._group.create_task(self._perform(instance, ModelActivated(), self._engine.activate))
+                chunks = self._holding.current
+                self._group.create_task(self._perform(instance, ModelActivated(), self._engine.activate, chunks))
             case Work.UNLOAD:
-                unload = self._group.create_task(self._unload(instance))
-                self._unloads.add(unload)
-                unload.add_done_callback(self._unloads.discard)
+                self._spawn_giving(self._unload(instance))
             case Work.ANNOUNCE:
-                self._group.create_task(self._announce(instance))
+                self._group.create_task(self._announcements.became_ready(instance))
             case Work.TELL_END:
-                self._group.create_task(self._tell_end(instance))
+                self._group.create_task(self._announcements.ended(instance))
             case None:
                 pass
         self._on_change()
 
-    async def _perform(self, instance: Instance, event: Event, call: Callable[[], None]) -> None:
-        """One piece of the engine's work on a loading instance; what goes wrong ends the instance, not the worker."""
+    async def _perform(
+        self, instance: Instance, event: Event, call: Callable[[], None], chunks: LentChunks | None = None
+    ) -> None:
+        """One piece of the engine's work on a loading instance; what goes wrong ends the instance, not the worker.
+
+        Work on `chunks` that were replaced meanwhile says nothing: the same is done with those that replaced them.
+        """
         try:
             await self._thread.run(call)
         except EngineError as failure:
@@ -210,72 +224,45 @@ class Slot:
         except Exception as failure:  # whatever an engine may do with a strange checkpoint
             log.exception("engine_failed", instance_id=instance.instance_id, model_id=instance.model_id)
             event = WorkFailed(LoadFailed(model_id=instance.model_id, reason=f"{type(failure).__name__}: {failure}"))
-        self._on(instance, event)
+        if chunks is None or chunks is self._holding.current:
+            self._on(instance, event)
 
     def _build(self) -> None:
         started_at = time.monotonic()
         self._limits = self._engine.prepare(self._model_config)
         metrics.SKELETON_SECONDS.observe(time.monotonic() - started_at)
 
-    def _bind(self) -> None:
-        assert self._chunks is not None
-        self._engine.bind(self._chunks.index, self._chunks.mappings)
+    async def _bind(self, instance: Instance) -> None:
+        chunks = self._holding.current
+        assert chunks is not None
+        await self._perform(instance, TensorsBound(), lambda: self._engine.bind(chunks.index, chunks.memories), chunks)
+        if chunks is self._holding.current and instance.state is not State.UNLOADING:
+            # Bound to these, the engine sees nothing of what they replaced.
+            self._give_back_replaced()
 
     async def _unload(self, instance: Instance) -> None:
         # In the engine's thread, after whatever it was doing.
         await self._thread.run(self._engine.unload)
-        chunks, self._chunks, self._limits, self._instance = self._chunks, None, None, None
+        chunks = self._holding.take_all()
+        self._limits = self._instance = None
         self._ended.append(instance.instance_id)
         self._on(instance, Emptied())
         self._emptied.set()
-        if chunks is not None:
-            # Taking the pages of a large model apart takes tens of milliseconds, for which the next one need not wait.
-            await asyncio.to_thread(_give_back, chunks)
-            # The agent looks at its leases when it hears a heartbeat.
-            self._on_change()
+        if chunks:
+            # The next instance need not wait for this.
+            await self._give_back(chunks)
 
-    async def _announce(self, instance: Instance) -> None:
-        unhidden = instance.unhidden
-        metrics.BIND_SECONDS.observe(unhidden.bind_s)
-        log.info(
-            "instance_became_ready",
-            instance_id=instance.instance_id,
-            model_id=instance.model_id,
-            skeleton_s=round(unhidden.skeleton_s, 4),
-            bind_s=round(unhidden.bind_s, 4),
-        )
-        await self._tell(
-            InstanceBecameReady(
-                instance_id=instance.instance_id,
-                model_id=instance.model_id,
-                server_id=self._config.server_id,
-                slot=self._config.slot,
-                worker_epoch=self._epoch,
-                skeleton_s=unhidden.skeleton_s,
-                bind_s=unhidden.bind_s,
-            )
-        )
+    def _give_back_replaced(self) -> None:
+        replaced = self._holding.take_replaced()
+        if replaced:
+            self._spawn_giving(self._give_back(replaced))
 
-    async def _tell_end(self, instance: Instance) -> None:
-        code = None if instance.error is None else instance.error.code
-        log.info("instance_ended", instance_id=instance.instance_id, model_id=instance.model_id, code=code)
-        await self._tell(
-            InstanceEnded(
-                instance_id=instance.instance_id,
-                model_id=instance.model_id,
-                server_id=self._config.server_id,
-                slot=self._config.slot,
-                error=None if instance.error is None else error_reply(instance.error),
-            )
-        )
+    async def _give_back(self, chunks: list[LentChunks]) -> None:
+        await give_back(chunks)
+        # The agent looks at its leases when it hears a heartbeat.
+        self._on_change()
 
-
-def _give_back(chunks: LentChunks) -> None:
-    try:
-        chunks.close()
-    except BufferError:
-        # Only a failure inside the engine can leave a view, in the frames of its exception. A normal unload never does:
-        # it would pay for a collection each time.
-        log.warning("views_outlived_the_model")
-        gc.collect()
-        chunks.close()
+    def _spawn_giving(self, giving: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(giving)
+        self._givings.add(task)
+        task.add_done_callback(self._givings.discard)

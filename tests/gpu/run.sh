@@ -8,3 +8,5 @@ PYTHON=${PYTHON:-.venv/bin/python}
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 "$PYTHON" -m ckptio.cli doctor
 "$PYTHON" -m pytest -q -rs libs/ckptio/tests/gpu
+# The worker's checks need the project's own packages too, and for some of them torch with CUDA and transformers.
+"$PYTHON" -m pytest -q -rs tests/gpu

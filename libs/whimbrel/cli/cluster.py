@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from whimbrel.chassis.servers import ChildServer, NatsServer, RedisServer, ServerFailed, free_port
+from whimbrel.chassis.child_server import ChildServer
+from whimbrel.chassis.servers import NatsServer, RedisServer, ServerFailed, free_port
 from whimbrel.cli.processes import Child, base_environ, service_argv
 from whimbrel.client import AdminClient
 
@@ -38,7 +39,10 @@ class AlreadyRunning(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """What a local cluster looks like. `environ` is added to every service's environment, after ours."""
+    """What a local cluster looks like. `environ` is added to every service's environment, after ours.
+
+    `devices` ("cpu", "cuda:0", …) are given to the slots in turn, those of the first server first.
+    """
 
     directory: Path
     servers: int = 2
@@ -46,6 +50,7 @@ class ClusterOptions:
     port: int = DEFAULT_PORT
     host: str = "127.0.0.1"
     engine: str = "transformers"
+    devices: tuple[str, ...] = ("cpu",)
     pool_bytes: int | None = None
     ssd_bytes: int = SSD_BYTES
     cluster: str = "wb"
@@ -55,6 +60,12 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.servers <= 64 or not 1 <= self.slots <= 16:
             raise ValueError("a local cluster has 1 to 64 servers of 1 to 16 slots")
+        if not self.devices:
+            raise ValueError("a local cluster needs a device for its slots, such as cpu or cuda:0")
+
+    def device_of(self, server: int, slot: int) -> str:
+        """The device of a slot, both counted from 0."""
+        return self.devices[(server * self.slots + slot) % len(self.devices)]
 
     @property
     def torch_threads_per_worker(self) -> int:
@@ -207,7 +218,8 @@ class LocalCluster:
             ("scheduler", "scheduler", {**common, **scheduler, **options.environ}),
             ("router", "router", {**common, **repository, **router, **options.environ}),
         ]
-        for server_id in (f"s{n}" for n in range(options.servers)):
+        for number in range(options.servers):
+            server_id = f"s{number}"
             agent = {
                 "WB_SERVER_ID": server_id, "WB_SSD_DIR": str(self.directory / "servers" / server_id / "ssd"),
                 "WB_SSD_BYTES": str(options.ssd_bytes), "WB_POOL_PATH": str(self._pool_path(server_id)),
@@ -219,6 +231,7 @@ class LocalCluster:
             for slot in range(options.slots):
                 worker = {
                     "WB_SERVER_ID": server_id, "WB_SLOT": str(slot), "WB_ENGINE": options.engine,
+                    "WB_DEVICE": options.device_of(number, slot),
                     "WB_TORCH_THREADS": str(options.torch_threads_per_worker),
                 }  # fmt: skip
                 services.append((f"worker-{server_id}-{slot}", "gpu_worker", {**common, **worker, **options.environ}))
@@ -256,6 +269,7 @@ class LocalCluster:
             "redis_url": self._redis.url if self._redis is not None else "",
             "cluster": self.options.cluster,
             "services": self._pids(),
+            "restarts": {name: child.restarts for name, child in self.children.items()},
         }
         path = self.directory / STATE_FILE
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,11 +15,16 @@ from whimbrel.chassis.servers import leashed
 RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 # A life of this length counts as healthy: the next restart is immediate again.
 HEALTHY_S = 30.0
+# So many short lives in a row are no accident: whoever watches is told where to look.
+CRASH_LOOP_LIVES = 3
 STOP_S_MAX = 20.0
 
 
 class Child:
-    """One supervised process. `on_change(name, what)` is told of every start and death."""
+    """One supervised process. `on_change(name, what)` is told of every start and death, the moment it happens.
+
+    `restarts` counts the lives after the first.
+    """
 
     def __init__(
         self,
@@ -77,7 +82,8 @@ class Child:
                 *argv,
                 env=self._environ, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        self._on_change(self.name, f"started (pid {self._process.pid})")
+        again = f", restart {self.restarts}" if self.restarts else ""
+        self._on_change(self.name, f"started (pid {self._process.pid}{again})")
 
     async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()
@@ -90,10 +96,27 @@ class Child:
                 return
             quick_deaths = 0 if loop.time() - born > HEALTHY_S else quick_deaths + 1
             pause = RESTART_PAUSES_S[min(max(quick_deaths - 1, 0), len(RESTART_PAUSES_S) - 1)]
-            self._on_change(self.name, f"ended with status {status}; starting it again (log: {self._log_path})")
+            self._on_change(self.name, self._obituary(status, loop.time() - born, quick_deaths, pause))
             await asyncio.sleep(pause)
             self.restarts += 1
             await self._spawn()
+
+    def _obituary(self, status: int, lived_s: float, quick_deaths: int, pause_s: float) -> str:
+        said = f"{_cause(status)} after {lived_s:.1f} s; starting it again in {pause_s:g} s"
+        if quick_deaths < CRASH_LOOP_LIVES:
+            return f"{said} (log: {self._log_path})"
+        loop = f"it has ended {quick_deaths} times in a row soon after its start"
+        return f"{said}: {loop}, and the end of {self._log_path} says why"
+
+
+def _cause(status: int) -> str:
+    """What a process ended by, from the status that its parent is given."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
 
 
 def service_argv(service: str) -> list[str]:

@@ -12,6 +12,9 @@ Rule 1: legality is in `TRANSITIONS` and nowhere else; a pair that is missing th
 Rule 2: work runs in one thread, first in first out, so an unload ordered during other work simply comes after it. What
 that work says when it ends is legal in UNLOADING, and changes nothing.
 Rule 3: repeated commands are normal on a bus; the methods of `Instance` absorb them before they become events.
+Rule 4: chunks that belong to an agent which is gone are filled by nobody. While the instance loads, those of its next
+life replace them: tensors are bound again, and what was verified does not count. The shell drops what work on replaced
+chunks says when it ends, so `TensorsBound` and `ModelActivated` are always about the chunks that are there.
 """
 
 from __future__ import annotations
@@ -19,8 +22,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
-from whimbrel.wire.errors import Conflict, InstanceGone, WhimbrelError
+from whimbrel.wire.errors import Conflict, InstanceGone, StaleEpoch, WhimbrelError
 from whimbrel.wire.messages import WorkerState
+
+from services.gpu_worker.core.instance_events import (
+    BytesVerified,
+    ChunksMapped,
+    ChunksReplaced,
+    ConfigArrived,
+    DrainAsked,
+    Emptied,
+    Event,
+    ModelActivated,
+    SkeletonBuilt,
+    TensorsBound,
+    UnloadAsked,
+    WorkFailed,
+)
 
 
 class State(StrEnum):
@@ -36,71 +54,6 @@ class State(StrEnum):
     UNLOADING = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigArrived:
-    """The scheduler said which model comes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunksMapped:
-    """The agent lent the chunks, and they are mapped under a lease."""
-
-
-@dataclass(frozen=True, slots=True)
-class BytesVerified:
-    """The agent said that every byte is in place."""
-
-
-@dataclass(frozen=True, slots=True)
-class SkeletonBuilt:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class TensorsBound:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class ModelActivated:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class WorkFailed:
-    """Building, binding or activating did not work."""
-
-    error: WhimbrelError
-
-
-@dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """No new request; unload when the last one has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnloadAsked:
-    """Nothing runs here (any more): let go of everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class Emptied:
-    """Tensors dropped, chunks unmapped, lease released."""
-
-
-Event = (
-    ConfigArrived
-    | ChunksMapped
-    | BytesVerified
-    | SkeletonBuilt
-    | TensorsBound
-    | ModelActivated
-    | WorkFailed
-    | DrainAsked
-    | UnloadAsked
-    | Emptied
-)
-
 TRANSITIONS: dict[State, dict[type[Event], State]] = {
     State.EMPTY: {ConfigArrived: State.PREPARING, ChunksMapped: State.ATTACHED},
     State.PREPARING: {
@@ -112,18 +65,25 @@ TRANSITIONS: dict[State, dict[type[Event], State]] = {
     State.PREPARED: {ChunksMapped: State.BINDING, UnloadAsked: State.UNLOADING},
     State.ATTACHED: {
         SkeletonBuilt: State.BINDING,
+        ChunksReplaced: State.ATTACHED,
         BytesVerified: State.ATTACHED,
         WorkFailed: State.UNLOADING,
         UnloadAsked: State.UNLOADING,
     },
     State.BINDING: {
         TensorsBound: State.BOUND,
+        ChunksReplaced: State.BINDING,
         BytesVerified: State.BINDING,
         WorkFailed: State.UNLOADING,
         UnloadAsked: State.UNLOADING,
     },
-    State.BOUND: {BytesVerified: State.ACTIVATING, UnloadAsked: State.UNLOADING},
+    State.BOUND: {
+        BytesVerified: State.ACTIVATING,
+        ChunksReplaced: State.BINDING,
+        UnloadAsked: State.UNLOADING,
+    },
     State.ACTIVATING: {
+        ChunksReplaced: State.BINDING,
         ModelActivated: State.READY,
         WorkFailed: State.UNLOADING,
         UnloadAsked: State.UNLOADING,
@@ -151,16 +111,24 @@ class Work(StrEnum):
     TELL_END = auto()
 
 
-# What entering a state makes necessary, by the state one came from. Moves that are not here need nothing.
-WORK: dict[tuple[State, State], Work] = {
-    (State.EMPTY, State.PREPARING): Work.BUILD,
-    (State.EMPTY, State.ATTACHED): Work.BUILD,
-    (State.PREPARED, State.BINDING): Work.BIND,
-    (State.ATTACHED, State.BINDING): Work.BIND,
-    (State.BOUND, State.ACTIVATING): Work.ACTIVATE,
-    (State.ACTIVATING, State.READY): Work.ANNOUNCE,
-    (State.UNLOADING, State.EMPTY): Work.TELL_END,
-    **{(state, State.UNLOADING): Work.UNLOAD for state in State if state not in (State.EMPTY, State.UNLOADING)},
+# What an event makes necessary, by the state that it comes in. Moves that are not here need nothing.
+WORK: dict[tuple[State, type[Event]], Work] = {
+    (State.EMPTY, ConfigArrived): Work.BUILD,
+    (State.EMPTY, ChunksMapped): Work.BUILD,
+    (State.PREPARED, ChunksMapped): Work.BIND,
+    (State.ATTACHED, SkeletonBuilt): Work.BIND,
+    (State.BINDING, ChunksReplaced): Work.BIND,
+    (State.BOUND, ChunksReplaced): Work.BIND,
+    (State.ACTIVATING, ChunksReplaced): Work.BIND,
+    (State.BOUND, BytesVerified): Work.ACTIVATE,
+    (State.ACTIVATING, ModelActivated): Work.ANNOUNCE,
+    (State.UNLOADING, Emptied): Work.TELL_END,
+    **{
+        (state, event): Work.UNLOAD
+        for state, row in TRANSITIONS.items()
+        for event, target in row.items()
+        if target is State.UNLOADING and state is not State.UNLOADING
+    },
 }
 
 WORKER_STATES: dict[State, WorkerState] = {
@@ -178,6 +146,9 @@ WORKER_STATES: dict[State, WorkerState] = {
 
 # States in which the chunks are mapped.
 MAPPED = frozenset({State.ATTACHED, State.BINDING, State.BOUND, State.ACTIVATING, State.READY, State.DRAINING})
+
+# States of an instance on its way out, which takes nothing new.
+LEAVING = frozenset({State.DRAINING, State.UNLOADING})
 
 
 class IllegalTransition(Exception):
@@ -203,6 +174,8 @@ class Instance:
         self.model_id = model_id
         self.state = State.EMPTY
         self.error: WhimbrelError | None = None
+        # The agent's life that the chunks belong to; 0 before there are any.
+        self._agent_epoch = 0
         self._verified_at: float | None = None
         self._built_at: float | None = None
         self._ready_at: float | None = None
@@ -224,12 +197,24 @@ class Instance:
         """The scheduler's PrepareInstance; a repetition changes nothing."""
         return self.on(ConfigArrived(), now) if self.state is State.EMPTY else None
 
-    @property
-    def wants_chunks(self) -> bool:
-        """Whether an AttachInstance is news. Raises InstanceGone when the instance is on its way out."""
-        if self.state in (State.DRAINING, State.UNLOADING):
+    def wants_chunks(self, agent_epoch: int) -> bool:
+        """Whether an AttachInstance of this agent's life is news: the first, or one of a later life while loading.
+
+        Raises InstanceGone when the instance is on its way out, StaleEpoch when the agent has a successor.
+        """
+        if self.state in LEAVING:
             raise InstanceGone(instance_id=self.instance_id)
-        return self.state not in MAPPED
+        if self.state not in MAPPED:
+            return True
+        if agent_epoch < self._agent_epoch:
+            raise StaleEpoch(epoch=agent_epoch, current_epoch=self._agent_epoch)
+        return self.is_loading and agent_epoch > self._agent_epoch
+
+    def attach(self, agent_epoch: int, now: float) -> Work | None:
+        """The chunks that this agent's life lent, which were wanted, are mapped."""
+        event = ChunksReplaced() if self.state in MAPPED else ChunksMapped()
+        self._agent_epoch = agent_epoch
+        return self.on(event, now)
 
     def verify(self, now: float) -> Work | None:
         """The agent's ActivateInstance. Raises InstanceGone when no chunks are mapped: this worker was started anew
@@ -263,6 +248,8 @@ class Instance:
         match event:
             case BytesVerified():
                 self._verified_at = now
+            case ChunksReplaced():
+                self._verified_at = None
             case SkeletonBuilt():
                 self._built_at = now
             case WorkFailed(error=error) if work is Work.UNLOAD:
@@ -280,6 +267,6 @@ class Instance:
         state = TRANSITIONS[self.state].get(type(event))
         if state is None:
             raise IllegalTransition(self.state, event)
-        work = WORK.get((self.state, state))
+        work = WORK.get((self.state, type(event)))
         self.state = state
         return work

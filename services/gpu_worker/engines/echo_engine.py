@@ -12,10 +12,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.gpu_worker.engines.engine import EngineError, Limits
+from services.gpu_worker.engines.engine import EngineError, Limits, PartitionMemory
 
 if TYPE_CHECKING:
-    from ckptio import Index, Mapping
+    from ckptio import Index
 
     from services.gpu_worker.core.sequence import Sequence
 
@@ -55,9 +55,9 @@ class EchoEngine:
         except (ValueError, TypeError, AttributeError, KeyError) as cause:
             raise EngineError(f"config.json does not describe a model: {cause!r}") from cause
 
-    def bind(self, index: Index, mappings: Many[Mapping]) -> None:
-        if len(mappings) != len(index.partitions):
-            raise EngineError(f"{len(mappings)} partitions were lent, the index has {len(index.partitions)}")
+    def bind(self, index: Index, memories: Many[PartitionMemory]) -> None:
+        if len(memories) != len(index.partitions):
+            raise EngineError(f"{len(memories)} partitions were lent, the index has {len(index.partitions)}")
 
     def activate(self) -> None:
         time.sleep(self._costs.load_s)

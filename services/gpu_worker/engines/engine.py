@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from ckptio import Index, Mapping
+    from ckptio import DeviceBuffer, Index, Mapping
 
     from services.gpu_worker.core.sequence import Sequence
+
+# The bytes of a partition: chunks mapped back to back, or memory of a GPU.
+PartitionMemory: TypeAlias = "Mapping | DeviceBuffer"
 
 
 class EngineError(Exception):
@@ -42,7 +45,8 @@ class Limits:
 class Engine(Protocol):
     """One model at a time. Every method but `name` is called in the engine's own thread, one after another.
 
-    prepare → bind → activate → (prefill, decode, forget)* → unload; `unload` is allowed at any point, and twice.
+    prepare → bind → activate → (prefill, decode, forget)* → unload; `unload` is allowed at any point, and twice. Before
+    the first request, also after `activate`, `bind` may come again with other memory.
     """
 
     name: str
@@ -54,8 +58,9 @@ class Engine(Protocol):
         """Build the skeleton of the model that config.json describes. Raises EngineError."""
         ...
 
-    def bind(self, index: Index, mappings: Many[Mapping]) -> None:
-        """Make the skeleton's tensors those of the mapped partitions, touching no byte of them. Raises EngineError."""
+    def bind(self, index: Index, memories: Many[PartitionMemory]) -> None:
+        """Make the skeleton's tensors those of the partitions, touching no byte of them; no view of what was bound
+        before is left. Raises EngineError."""
 
     def activate(self) -> None:
         """Every byte is in place now: do what has to read them before the first request."""
@@ -71,4 +76,4 @@ class Engine(Protocol):
         """Drop the KV cache of a request, if there is one."""
 
     def unload(self) -> None:
-        """Drop the model; afterwards no view of the mappings is left."""
+        """Drop the model; afterwards no view of the partitions is left."""

@@ -1,4 +1,4 @@
-"""Owns the real engine: transformers models in PyTorch on a CPU, over weights that stay in the shared chunk pool."""
+"""Owns the real engine: transformers models in PyTorch, over weights that stay where the agent put them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any
 
-import ckptio
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,14 +15,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from services.gpu_worker.core.sampling import choose_token
-from services.gpu_worker.engines.engine import EngineError, Limits, Precision
+from services.gpu_worker.engines.engine import EngineError, Limits, PartitionMemory, Precision
+from services.gpu_worker.engines.partition_tensors import partition_tensors
 from services.gpu_worker.engines.prefixes import LastPrefix
 from services.gpu_worker.engines.prewarming import prewarm
 from services.gpu_worker.engines.skeletons import Skeleton, SkeletonCache
+from services.gpu_worker.engines.spreading import Spread
 from services.gpu_worker.engines.widening import Widening, is_widening
 
 if TYPE_CHECKING:
-    from ckptio import Index, Mapping
+    from ckptio import Index
 
     from services.gpu_worker.core.sequence import Sequence
 
@@ -31,15 +32,20 @@ _COMPUTABLE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 
 class TransformersEngine:
-    """Runs any text generation model that transformers knows by its model type."""
+    """Runs any text generation model that transformers knows by its model type.
+
+    `device` is the slot's: where it prewarms. A model is computed where its partitions are.
+    """
 
     name = "transformers"
 
-    def __init__(self, *, precision: Precision = Precision.AUTO, threads: int) -> None:
+    def __init__(self, *, precision: Precision = Precision.AUTO, threads: int, device: str = "cpu") -> None:
         self._precision = precision
         self._threads = threads
-        self._cache = SkeletonCache(_adaptation(precision))
+        self._device = torch.device(device)
+        self._cache = SkeletonCache(_adaptation(precision, self._device))
         self._skeleton: Skeleton | None = None
+        self._spread: Spread | None = None
         self._dtype = torch.float32
         self._arguments: dict[str, Any] = {}
         self._kv_caches: dict[str, tuple[Sequence, DynamicCache]] = {}
@@ -56,19 +62,24 @@ class TransformersEngine:
         self._arguments = _arguments(self._skeleton.model)
         return self._skeleton.limits
 
-    def bind(self, index: Index, mappings: Many[Mapping]) -> None:
-        self.bind_views(ckptio.tensors(index, mappings), self._choose_dtype(index))
+    def bind(self, index: Index, memories: Many[PartitionMemory]) -> None:
+        self.bind_views(partition_tensors(index, memories), self._choose_dtype(index))
 
     def bind_views(self, views: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Bind tensors by name, wherever they come from; the model will be computed in `dtype`."""
         assert self._skeleton is not None
         self._dtype = dtype
         self._skeleton.bind(views)
+        self._close_spread()
+        self._spread = Spread(self._skeleton.model)
 
     def random_views(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Random tensors, in the shapes of the prepared model."""
         assert self._skeleton is not None
-        return {names[0]: torch.randn(places[0].meta.shape, dtype=dtype) for names, places in self._skeleton.tensors}
+        return {
+            names[0]: torch.randn(places[0].meta.shape, dtype=dtype, device=self._device)
+            for names, places in self._skeleton.tensors
+        }
 
     def activate(self) -> None:
         assert self._skeleton is not None
@@ -98,8 +109,14 @@ class TransformersEngine:
         self._last_prefix.clear()
         skeleton, self._skeleton = self._skeleton, None
         if skeleton is not None:
+            self._close_spread()
             skeleton.unbind()
             self._cache.give_back(skeleton)
+
+    def _close_spread(self) -> None:
+        if self._spread is not None:
+            self._spread.close()
+            self._spread = None
 
     def _choose_dtype(self, index: Index) -> torch.dtype:
         """What most bytes of the checkpoint are, unless it is set. Raises EngineError for one nobody computes in."""
@@ -133,6 +150,7 @@ class TransformersEngine:
     def _compute(self, sequence: Sequence, end: int) -> NDArray[np.float32]:
         """Run the tokens that the KV cache lacks; the logits after the last of them, shape (vocabulary size,)."""
         assert self._skeleton is not None
+        assert self._spread is not None
         model = self._skeleton.model
         _, cache = self._kv_caches.get(sequence.request_id, (sequence, None))
         if cache is None:
@@ -140,12 +158,13 @@ class TransformersEngine:
             self._kv_caches[sequence.request_id] = sequence, cache
         tokens = sequence.tokens[cache.get_seq_length() : end]
         try:
-            output = model(torch.tensor([tokens]), **{self._arguments["cache"]: cache}, **self._arguments["fixed"])
+            inputs = torch.tensor([tokens], device=self._spread.device)
+            output = model(inputs, **{self._arguments["cache"]: cache}, **self._arguments["fixed"])
         except BaseException:
             # Some layers have seen these tokens and others have not: nobody may go on from this cache.
             del self._kv_caches[sequence.request_id]
             raise
-        logits: NDArray[np.float32] = output.logits[0, -1].float().numpy()
+        logits: NDArray[np.float32] = output.logits[0, -1].float().cpu().numpy()
         return logits
 
 
@@ -155,8 +174,10 @@ def has_narrow_instructions() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
 
 
-def _adaptation(precision: Precision) -> Callable[[nn.Module], None]:
-    """What makes a new skeleton ready for `precision` on this processor."""
+def _adaptation(precision: Precision, device: torch.device) -> Callable[[nn.Module], None]:
+    """What makes a new skeleton ready for `precision` on this processor, or on a GPU, which needs nothing."""
+    if device.type == "cuda":
+        return lambda _: None
     if precision is Precision.FLOAT32:
         return Widening.make(is_exact=True).apply
     if precision is Precision.AUTO and not has_narrow_instructions():

@@ -7,8 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+from whimbrel.cli import processes
+from whimbrel.cli.cluster import ClusterOptions
 from whimbrel.cli.processes import Child
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -31,14 +35,14 @@ asyncio.run(main())
 
 
 class Changes:
-    """Collects what a child reports and lets a test await the n-th start."""
+    """Collects what a child reports and lets a test await the n-th start, or death."""
 
     def __init__(self) -> None:
         self.starts: asyncio.Queue[str] = asyncio.Queue()
+        self.deaths: asyncio.Queue[str] = asyncio.Queue()
 
     def __call__(self, name: str, what: str) -> None:
-        if what.startswith("started"):
-            self.starts.put_nowait(what)
+        (self.starts if what.startswith("started") else self.deaths).put_nowait(what)
 
 
 def a_child(tmp_path: Path, argv: list[str], changes: Changes) -> Child:
@@ -83,6 +87,45 @@ async def test_a_child_that_dies_at_once_is_retried_with_pauses_not_in_a_loop(tm
     assert 2 <= child.restarts <= 4
 
 
+async def test_a_killed_child_is_noticed_at_once_and_its_restarts_are_counted(tmp_path: Path) -> None:
+    changes = Changes()
+    child = a_child(tmp_path, SLEEPER, changes)
+    await child.start()
+    assert "restart" not in await changes.starts.get()
+    for number in (1, 2):
+        killed_at = time.monotonic()
+        child.signal(signal.SIGKILL)
+        async with asyncio.timeout(10):
+            death = await changes.deaths.get()
+        assert time.monotonic() - killed_at < 1.0
+        assert death.startswith("was killed by SIGKILL after ")
+        assert str(tmp_path / "log") in death
+        async with asyncio.timeout(10):
+            start = await changes.starts.get()
+        assert start == f"started (pid {child.pid}, restart {number})"
+        assert child.restarts == number
+    await child.stop()
+
+
+async def test_a_crash_loop_says_that_it_is_one_and_where_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "RESTART_PAUSES_S", (0.001,))
+    changes = Changes()
+    child = a_child(tmp_path, [sys.executable, "-S", "-c", "raise SystemExit('no such setting')"], changes)
+    await child.start()
+    deaths = []
+    async with asyncio.timeout(60):
+        for _ in range(processes.CRASH_LOOP_LIVES):
+            deaths.append(await changes.deaths.get())
+    await child.stop()
+    assert all(death.startswith("ended with status 1 after ") for death in deaths)
+    assert not any("in a row" in death for death in deaths[:-1])
+    assert f"ended {processes.CRASH_LOOP_LIVES} times in a row soon after its start" in deaths[-1]
+    assert f"the end of {tmp_path / 'log'} says why" in deaths[-1]
+    assert "no such setting" in (tmp_path / "log").read_text()
+
+
 def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     """A supervisor that is killed with SIGKILL must not leave services behind."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True)
@@ -99,3 +142,13 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     loop.remove_reader(pidfd)
     loop.close()
     os.close(pidfd)
+
+
+def test_devices_are_given_to_slots_in_turn(tmp_path: Path) -> None:
+    options = ClusterOptions(directory=tmp_path, servers=2, slots=2, devices=("cuda:0", "cuda:1", "cuda:2"))
+    assert [options.device_of(server, slot) for server in range(2) for slot in range(2)] == [
+        "cuda:0", "cuda:1", "cuda:2", "cuda:0",
+    ]  # fmt: skip
+    assert ClusterOptions(directory=tmp_path).device_of(1, 0) == "cpu"
+    with pytest.raises(ValueError, match="needs a device"):
+        ClusterOptions(directory=tmp_path, devices=())

@@ -55,21 +55,30 @@ class Lender:
     reader: ckptio.Reader
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def lend(self, checkpoint: Path, instance_id: str = "inst-1", model_id: str = "m") -> AttachInstance:
-        """Read the checkpoint into the pool and lend it under a new lease."""
+    def lend(
+        self,
+        checkpoint: Path,
+        instance_id: str = "inst-1",
+        model_id: str = "m",
+        *,
+        agent_epoch: int = 1,
+        devices: Many[str] = (),
+    ) -> AttachInstance:
+        """Read the checkpoint into the pool and lend it under a new lease; `devices` are those of its partitions."""
         index = ckptio.read_index(checkpoint)
         partitions = []
         for number, part in enumerate(index.partitions):
             chunks = self.pool.allocate(self.pool.chunks_for(part.padded_bytes))
             path = checkpoint / partition_file(number)
             self.reader.read(self.pool, path, chunks, part.padded_bytes, digests=part.digests)
-            partitions.append(PartitionChunks(size_bytes=part.padded_bytes, chunks=pack_tokens(chunks)))
+            device = devices[number] if devices else "cpu"
+            partitions.append(PartitionChunks(size_bytes=part.padded_bytes, chunks=pack_tokens(chunks), device=device))
         lease = self.directory / f"pool.lease.{next(self.numbers)}"
         lease.touch()
         return AttachInstance(
             instance_id=instance_id,
             model_id=model_id,
-            agent_epoch=1,
+            agent_epoch=agent_epoch,
             checkpoint_path=str(checkpoint),
             pool_path=str(self.pool.path),
             lease_path=str(lease),

@@ -120,8 +120,8 @@ class Outside:
         fields = {"model_id": "m", "model_config": self.model.config, "scheduler_epoch": 1}
         return PrepareInstance(instance_id=instance_id, **(fields | changes))
 
-    def attach(self, instance_id: str = "inst-1") -> AttachInstance:
-        return self.lender.lend(self.model.checkpoint, instance_id)
+    def attach(self, instance_id: str = "inst-1", **changes: Any) -> AttachInstance:
+        return self.lender.lend(self.model.checkpoint, instance_id, **changes)
 
     async def load(self, instance_id: str = "inst-1") -> AttachInstance:
         """Until the instance is ready; the answer tells what was lent."""

@@ -34,7 +34,7 @@ def faults() -> int:
 def test_touched_chunks_cost_the_first_reader_no_page_faults(lender: Lender, model: TinyModel) -> None:
     chunks = LentChunks.take(lender.lend(model.checkpoint))
     chunks.touch()
-    (mapping,) = chunks.mappings
+    (mapping,) = chunks.memories
     view = np.frombuffer(mapping, dtype=np.uint8)
     int(view[:: len(view)].sum())
     before = faults()
@@ -48,7 +48,7 @@ def test_the_pool_cannot_be_written_to_through_what_was_lent(lender: Lender, mod
     chunks = LentChunks.take(lender.lend(model.checkpoint))
     chunks.touch()
     before = bytes(lender.pool.chunk(0))
-    with memoryview(chunks.mappings[0]) as view:
+    with memoryview(chunks.memories[0]) as view:
         view[:PAGE_BYTES] = bytes(PAGE_BYTES)
     assert bytes(lender.pool.chunk(0)) == before
     chunks.close()
@@ -59,14 +59,14 @@ def test_touching_after_the_end_does_nothing(lender: Lender, model: TinyModel) -
     chunks.close()
     chunks.touch()
     chunks.close()
-    assert all(mapping.is_closed for mapping in chunks.mappings)
+    assert all(mapping.is_closed for mapping in chunks.memories)
 
 
 def test_a_view_that_lives_keeps_the_lease(lender: Lender, model: TinyModel) -> None:
     """The agent must never reuse chunks that somebody can still see."""
     attach = lender.lend(model.checkpoint)
     chunks = LentChunks.take(attach)
-    views = ckptio.tensors(chunks.index, chunks.mappings)
+    views = ckptio.tensors(chunks.index, chunks.memories)
     with pytest.raises(BufferError, match="views of the mapping are alive"):
         chunks.close()
     assert is_locked(attach)

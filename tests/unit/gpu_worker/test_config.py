@@ -23,11 +23,11 @@ def test_every_setting_has_its_variable() -> None:
         {
             "WB_SERVER_ID": "s", "WB_SLOT": "2", "WB_ENGINE": "echo", "WB_DTYPE": "float32", "WB_TORCH_THREADS": "3",
             "WB_PREWARM": "0", "WB_REQUESTS_MAX": "7", "WB_ECHO_LOAD_S": "1.5", "WB_ECHO_PREFILL_S_PER_TOKEN": "0.5",
-            "WB_ECHO_DECODE_S": "0.25",
+            "WB_ECHO_DECODE_S": "0.25", "WB_DEVICE": "cuda:3",
         },
     )  # fmt: skip
     assert (config.slot, config.engine, config.dtype, config.threads) == (2, EngineName.ECHO, Precision.FLOAT32, 3)
-    assert (config.prewarm, config.requests_max) == (False, 7)
+    assert (config.prewarm, config.requests_max, config.device) == (False, 7, "cuda:3")
     assert (config.echo_load_s, config.echo_prefill_s_per_token, config.echo_decode_s) == (1.5, 0.5, 0.25)
 
 
@@ -37,6 +37,9 @@ def test_every_setting_has_its_variable() -> None:
         ("WB_SERVER_ID", "a/b"),
         ("WB_SLOT", "-1"),
         ("WB_DEVICE", "tpu"),
+        ("WB_DEVICE", "cuda"),
+        ("WB_DEVICE", "cuda:-1"),
+        ("WB_DEVICE", "cuda:01"),
         ("WB_ENGINE", "magic"),
         ("WB_DTYPE", "int4"),
         ("WB_TORCH_THREADS", "-2"),

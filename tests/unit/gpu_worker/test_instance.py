@@ -5,28 +5,32 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from whimbrel.wire.errors import Conflict, InstanceGone, LoadFailed
+from whimbrel.wire.errors import Conflict, InstanceGone, LoadFailed, StaleEpoch
 from whimbrel.wire.messages import WorkerState
 
 from services.gpu_worker.core.instance import (
+    LEAVING,
     MAPPED,
     TRANSITIONS,
     WORK,
     WORKER_STATES,
+    IllegalTransition,
+    Instance,
+    State,
+    Work,
+)
+from services.gpu_worker.core.instance_events import (
     BytesVerified,
     ChunksMapped,
+    ChunksReplaced,
     ConfigArrived,
     DrainAsked,
     Emptied,
     Event,
-    IllegalTransition,
-    Instance,
     ModelActivated,
     SkeletonBuilt,
-    State,
     TensorsBound,
     UnloadAsked,
-    Work,
     WorkFailed,
 )
 
@@ -34,6 +38,7 @@ FAILED = WorkFailed(LoadFailed(model_id="m", reason="tensor missing"))
 EVENTS: tuple[Event, ...] = (
     ConfigArrived(),
     ChunksMapped(),
+    ChunksReplaced(),
     BytesVerified(),
     SkeletonBuilt(),
     TensorsBound(),
@@ -60,9 +65,13 @@ WAYS[State.UNLOADING] = (*WAYS[State.READY], UnloadAsked())
 
 
 def an_instance(state: State = State.EMPTY) -> Instance:
+    """One whose chunks, where there are any, belong to the agent's life 5."""
     instance = Instance("inst-1", "m")
     for event in WAYS[state]:
-        instance.on(event, 0.0)
+        if isinstance(event, ChunksMapped):
+            instance.attach(5, 0.0)
+        else:
+            instance.on(event, 0.0)
     assert instance.state is state
     return instance
 
@@ -76,7 +85,7 @@ def test_every_state_takes_exactly_the_events_of_its_row(state: State, event: Ev
             instance.on(event, 1.0)
         assert instance.state is state
     else:
-        assert instance.on(event, 1.0) is WORK.get((state, expected))
+        assert instance.on(event, 1.0) is WORK.get((state, type(event)))
         assert instance.state is expected
 
 
@@ -99,7 +108,7 @@ def drive(order: tuple[str, ...]) -> tuple[Instance, list[Work]]:
             case "prepare":
                 work = instance.prepare(0.0)
             case "attach":
-                work = instance.on(ChunksMapped(), 0.0) if instance.wants_chunks else None
+                work = instance.attach(5, 0.0) if instance.wants_chunks(5) else None
             case _:
                 work = instance.verify(0.0)
         while work is not None:
@@ -156,9 +165,52 @@ def test_chunks_are_wanted_once_and_never_by_an_instance_that_leaves(state: Stat
     instance = an_instance(state)
     if state in (State.DRAINING, State.UNLOADING):
         with pytest.raises(InstanceGone):
-            _ = instance.wants_chunks
+            instance.wants_chunks(5)
     else:
-        assert instance.wants_chunks is (state not in MAPPED)
+        assert instance.wants_chunks(5) is (state not in MAPPED)
+
+
+RELOADED = (State.ATTACHED, State.BINDING, State.BOUND, State.ACTIVATING)
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_chunks_of_the_next_life_of_the_agent_are_wanted_while_the_instance_loads(state: State) -> None:
+    instance = an_instance(state)
+    if state in LEAVING:
+        with pytest.raises(InstanceGone):
+            instance.wants_chunks(6)
+    else:
+        assert instance.wants_chunks(6) is (state is not State.READY)
+
+
+@pytest.mark.parametrize("state", [state for state in State if state in MAPPED - LEAVING])
+def test_a_former_life_of_the_agent_is_not_obeyed(state: State) -> None:
+    """What a killed agent said last would name chunks that its successor fills with something else."""
+    with pytest.raises(StaleEpoch, match="epoch 4 is over; the current one is 5"):
+        an_instance(state).wants_chunks(4)
+
+
+@pytest.mark.parametrize("state", RELOADED)
+def test_replaced_chunks_are_bound_and_verified_anew(state: State) -> None:
+    instance = an_instance(state)
+    if state is not State.BOUND:
+        instance.verify(1.0)
+    work = instance.attach(6, 2.0)
+    if state is State.ATTACHED:
+        assert (work, instance.state) == (None, State.ATTACHED)
+        work = instance.on(SkeletonBuilt(), 2.5)
+    assert work is Work.BIND
+    assert instance.on(TensorsBound(), 3.0) is None, "what the former life verified does not count"
+    assert instance.state is State.BOUND
+    assert instance.verify(4.0) is Work.ACTIVATE
+    assert instance.on(ModelActivated(), 4.5) is Work.ANNOUNCE
+    assert instance.unhidden.bind_s == pytest.approx(0.5)
+
+
+def test_chunks_may_be_replaced_as_often_as_the_agent_starts_again() -> None:
+    instance = an_instance(State.BINDING)
+    assert [instance.attach(epoch, 1.0) for epoch in (6, 7, 8)] == [Work.BIND] * 3
+    assert not instance.wants_chunks(8)
 
 
 @pytest.mark.parametrize("state", [s for s in State if WORKER_STATES[s] is WorkerState.LOADING])

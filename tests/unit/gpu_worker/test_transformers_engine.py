@@ -38,7 +38,7 @@ Models = dict[str, TinyModel]
 def loaded(engine: TransformersEngine, lender: Lender, model: TinyModel) -> Iterator[TransformersEngine]:
     chunks = LentChunks.take(lender.lend(model.checkpoint))
     engine.prepare(model.config)
-    engine.bind(chunks.index, chunks.mappings)
+    engine.bind(chunks.index, chunks.memories)
     engine.activate()
     yield engine
     engine.unload()
@@ -86,7 +86,7 @@ def test_a_bound_skeleton_has_the_logits_of_the_loaded_model(name: str, lender: 
     model = tiny_models[name]
     skeleton = build_skeleton(model.config)
     chunks = LentChunks.take(lender.lend(model.checkpoint))
-    skeleton.bind(ckptio.tensors(chunks.index, chunks.mappings))
+    skeleton.bind(ckptio.tensors(chunks.index, chunks.memories))
     with torch.inference_mode():
         ours = skeleton.model(torch.tensor([PROMPT])).logits
         theirs = reference(model, ours.dtype)(torch.tensor([PROMPT])).logits
@@ -158,7 +158,7 @@ def test_binding_touches_no_byte_so_it_can_be_done_while_they_are_on_their_way(
     chunks = LentChunks.take(attach)
     engine = an_engine()
     engine.prepare(model.config)
-    engine.bind(chunks.index, chunks.mappings)
+    engine.bind(chunks.index, chunks.memories)
     for number, content in enumerate(whole):
         lender.pool.chunk(number)[:] = content
     engine.activate()
@@ -219,11 +219,11 @@ def test_unloading_is_allowed_at_any_point_and_twice(lender: Lender, tiny_models
     engine.unload()
     chunks = LentChunks.take(lender.lend(tiny_models["llama"].checkpoint))
     engine.prepare(tiny_models["llama"].config)
-    engine.bind(chunks.index, chunks.mappings)
+    engine.bind(chunks.index, chunks.memories)
     engine.unload()
     engine.unload()
     chunks.close()  # raises while a view of the weights is alive
-    assert all(mapping.is_closed for mapping in chunks.mappings)
+    assert all(mapping.is_closed for mapping in chunks.memories)
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_leaves_nothing_bound(lender: Lender, tiny_models: Models) -> None:
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_leaves_nothing_bound(lende
     chunks = LentChunks.take(lender.lend(tiny_models["opt"].checkpoint))
     engine.prepare(tiny_models["llama"].config)
     with pytest.raises(EngineError, match=r"'model.embed_tokens.weight' of the model is not in the checkpoint"):
-        engine.bind(chunks.index, chunks.mappings)
+        engine.bind(chunks.index, chunks.memories)
     engine.unload()
     chunks.close()
 
@@ -242,7 +242,7 @@ def test_a_tensor_of_another_shape_is_refused_by_name(lender: Lender, tiny_model
     chunks = LentChunks.take(lender.lend(tiny_models["llama"].checkpoint))
     engine.prepare(json.dumps(fields).encode())
     with pytest.raises(EngineError, match=r"gate_proj.*has the shape \[96, 64\], the model needs \[80, 64\]"):
-        engine.bind(chunks.index, chunks.mappings)
+        engine.bind(chunks.index, chunks.memories)
     engine.unload()
     chunks.close()
 
@@ -253,7 +253,7 @@ def test_weights_that_nobody_computes_with_are_refused(lender: Lender, tmp_path:
     engine = an_engine(Precision.AUTO)
     engine.prepare(tiny_models["llama"].config)
     with pytest.raises(EngineError, match="float8_e4m3fn cannot be computed with"):
-        engine.bind(chunks.index, chunks.mappings)
+        engine.bind(chunks.index, chunks.memories)
     engine.unload()
     chunks.close()
 

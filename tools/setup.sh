@@ -22,6 +22,7 @@ need doctest-dev test -e /usr/include/doctest/doctest.h
 need make command -v make
 need nats-server command -v nats-server
 need redis-server command -v redis-server
+need nginx command -v nginx
 
 if ((${#missing[@]})); then
     if [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null; then

@@ -14,42 +14,20 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-import obstore
 import structlog
 from obstore.exceptions import BaseError
-from obstore.store import from_url
 from whimbrel.wire.errors import LoadFailed, Unavailable, WhimbrelError
 from whimbrel.wire.ids import directory_name, new_id
 
+from services.router.text_files import read_text_files
 from services.router.texts import ModelText, load_text, warm_up
 
 log = structlog.get_logger()
 
 # A tokenizer takes 10 to 50 MB of memory; more models than this are rarely in use at once.
 TOKENIZERS_MAX = 64
-# The largest tokenizer files in use have about 30 MB.
-FILE_BYTES_MAX = 64 * 1024 * 1024
 # The repository may be remote, but these files are small.
 FETCH_S_MAX = 60.0
-
-# Everything that turns text into tokens and back; no weights.
-TEXT_FILES = frozenset(
-    {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "tokenizer.model",
-        "spiece.model",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-    }
-)
 
 Key = tuple[str, str]
 
@@ -138,27 +116,13 @@ class Tokenizers:
             return directory
         try:
             async with asyncio.timeout(FETCH_S_MAX):
-                files = await self._read_files(model_id)
+                files = await read_text_files(self._repository_url, model_id)
         except (BaseError, OSError, TimeoutError) as cause:
             raise Unavailable(what=f"the model repository ({_first_line(cause)})") from cause
         if not files:
             raise LoadFailed(model_id=model_id, reason="the repository has no tokenizer files of it")
         await asyncio.get_running_loop().run_in_executor(self._executor, _publish, directory, files)
         return directory
-
-    async def _read_files(self, model_id: str) -> dict[str, bytes]:
-        store = from_url(self._repository_url)
-        listing = await obstore.list_with_delimiter_async(store, prefix=directory_name(model_id))
-        files: dict[str, bytes] = {}
-        for entry in listing["objects"]:
-            name = entry["path"].rsplit("/", 1)[-1]
-            if name not in TEXT_FILES:
-                continue
-            if entry["size"] > FILE_BYTES_MAX:
-                raise LoadFailed(model_id=model_id, reason=f"{name} has {entry['size']} bytes")
-            answer = await obstore.get_async(store, entry["path"])
-            files[name] = bytes(await answer.bytes_async())
-        return files
 
 
 def _content_digest(directory: Path) -> str:

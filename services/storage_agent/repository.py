@@ -1,22 +1,29 @@
-"""Owns the model repository (tier REMOTE) as the agent sees it: reads through obstore, and publishing where it can.
+"""Owns the model repository (tier REMOTE) as the agent sees it: reads that survive bad connections, and publishing.
 
-Publishing has to be atomic, and only a `file://` repository is renamed into; other stores are read-only for now.
+A repository is a directory (`file://`), an object store (`s3://`, `gs://`, `az://` and compatible ones, with the
+settings that obstore takes from the environment) or a web server (`http://`, `https://`), which is only read.
+
+Who tries again: reads are tried again by us (`remote_reads`), because only we know which bytes have arrived, and so are
+listings and deletes, whose answers obstore reads once only. Its own retries are off there, and so is its limit for a
+whole request, which would cut off every large range on a slow network. Uploads (`remote_publishing`) are tried again by
+obstore: it holds the part that failed. A directory is not tried again: its ranges are read straight into place, by
+threads, and the kernel has done its best.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import ckptio
-import obstore
 from ckptio.manifest import INDEX_FILE, MANIFEST_FILE
-from ckptio.publish import publishing
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 from whimbrel.chassis.config import ConfigError
@@ -24,60 +31,81 @@ from whimbrel.wire.errors import ImportFailed, LoadFailed, Unavailable
 from whimbrel.wire.ids import directory_name
 
 from services.storage_agent.checkpoints import checkpoint_digest
-from services.storage_agent.core.residency import CheckpointKey
+from services.storage_agent.core.chunks import CheckpointKey
+from services.storage_agent.local_publishing import publish_directory, remove_directory
+from services.storage_agent.remote_publishing import Cancelled, OnProgress, RemotePublisher
+from services.storage_agent.remote_reads import RemoteObject
+from services.storage_agent.remote_responses import OnBytes, first_line
+from services.storage_agent.remote_retries import RemoteOptions
 
-# A scheduler or a person waits for these files; a repository that takes longer is as good as away.
-SMALL_FILE_S_MAX = 30.0
-RANGE_S_MAX = 60.0
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What is read whole into memory: manifests, indexes, configs, tokenizers. The largest in use have tens of MB; what has
+# more than this is something else.
+SMALL_FILE_BYTES_MAX = 1024 * 1024 * 1024
+
+# Of a directory: how much one call reads, and so how long a cancelled read goes on.
+LOCAL_PIECE_BYTES = 4 * 1024 * 1024
+
+# Of one request to a store, for obstore. Reads end when they stall, however long they take.
+READ_REQUEST_S_MAX = 24 * 3600.0
+
+# Web servers, and memory that nobody else sees.
+READ_ONLY_SCHEMES = ("http", "https", "memory")
 
 
 class Repository:
     """One repository. Raises ConfigError for a URL that obstore does not know."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
         parts = urlsplit(url)
         self.url = url
         #: The repository as a directory of this machine, when it is one.
         self.directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
-        try:
-            self._store = from_url(url)
-        except (BaseError, ValueError) as error:
-            raise ConfigError("WB_REPOSITORY_URL", f"{url!r} can't be used: {_first_line(error)}") from error
+        self._is_read_only = parts.scheme in READ_ONLY_SCHEMES
+        self._options = options or RemoteOptions()
+        self._store = self._open_store(retries=0, request_s=READ_REQUEST_S_MAX)
+        self._publisher = RemotePublisher(
+            self._store,
+            self._open_store(retries=self._options.tries_max - 1, request_s=self._options.upload_request_s),
+            self.location,
+            self._options,
+        )
 
     def location(self, model_id: str, file: str) -> Path:
         """Where a file is, for messages."""
         root = Path(self.url) if self.directory is None else self.directory
         return root / directory_name(model_id) / file
 
-    async def read(self, model_id: str, file: str) -> bytes:
-        """A small file, whole; raises Unavailable, and FileNotFoundError when there is none."""
-        with self._translated(model_id, file):
-            async with asyncio.timeout(SMALL_FILE_S_MAX):
-                result = await obstore.get_async(self._store, self._key(model_id, file))
-                return bytes(await result.bytes_async())
+    # --- reading ---
 
-    async def read_range(self, model_id: str, file: str, offset_bytes: int, size_bytes: int) -> obstore.Bytes:
-        """`size_bytes` of a file, or TruncatedCheckpoint when it ends before."""
-        with self._translated(model_id, file):
-            async with asyncio.timeout(RANGE_S_MAX):
-                data = await obstore.get_range_async(
-                    self._store, self._key(model_id, file), start=offset_bytes, length=size_bytes
-                )
-        if len(data) < size_bytes:
-            raise ckptio.TruncatedCheckpoint(
-                self.location(model_id, file),
-                expected_bytes=offset_bytes + size_bytes,
-                actual_bytes=offset_bytes + len(data),
-            )
-        return data
+    async def read(self, model_id: str, file: str) -> bytes:
+        """A small file, whole; raises Unavailable, LoadFailed, and FileNotFoundError when there is none."""
+        return await self._object(model_id, file).read(SMALL_FILE_BYTES_MAX)
+
+    async def read_into(
+        self, model_id: str, file: str, offset_bytes: int, view: memoryview, on_bytes: OnBytes | None = None
+    ) -> None:
+        """Fill `view` from `offset_bytes` of a file on, in order; `on_bytes` hears of each piece how long it is.
+
+        May be cancelled; once it has ended, however it did, nothing writes into `view` any more. Raises
+        TruncatedCheckpoint when the file ends before, FileNotFoundError, LoadFailed for what waiting does not heal,
+        and Unavailable with file, offset and cause after some tries that brought nothing.
+        """
+        # A view of our own, released whatever happens: the frames of an error may live for long, and with them the
+        # right to memory that is somebody else's by then.
+        with view.cast("B") as place:
+            if self.directory is None:
+                await self._object(model_id, file).read_into(offset_bytes, place, on_bytes)
+            else:
+                await self._read_local(model_id, file, offset_bytes, place, on_bytes)
 
     async def size_bytes(self, model_id: str, file: str) -> int:
-        with self._translated(model_id, file):
-            async with asyncio.timeout(SMALL_FILE_S_MAX):
-                meta = await obstore.head_async(self._store, self._key(model_id, file))
-        return int(meta["size"])
+        """Raises as `read`."""
+        return await self._object(model_id, file).size_bytes()
 
     async def open(self, key: CheckpointKey) -> tuple[bytes, ckptio.Manifest, bytes]:
         """Manifest and index of a checkpoint, as bytes; raises LoadFailed when the repository holds other content."""
@@ -93,47 +121,114 @@ class Repository:
             raise LoadFailed(model_id=key.model_id, reason=reason)
         return raw_manifest, manifest, await self.read(key.model_id, INDEX_FILE)
 
-    # --- publishing: blocking, only where the repository is a directory ---
+    # --- publishing ---
 
-    def publishing_directory(self, model_id: str) -> Path:
-        """The directory that checkpoints are published in; raises ImportFailed where that can't be."""
-        if self.directory is None:
-            reason = f"{self.url} can't be published to; set WB_REPOSITORY_URL to a file:// URL for imports"
-            raise ImportFailed(model_id=model_id, stage="queued", reason=reason)
+    def staging_root(self) -> Path | None:
+        """A directory in which what is staged can be published by a rename; None where it has to be uploaded."""
         return self.directory
 
-    def publish(self, staged: Path, model_id: str) -> None:
-        """Move a verified checkpoint into its place, in one step, over what was there."""
-        destination = self.publishing_directory(model_id) / directory_name(model_id)
-        with publishing(destination, marker=MANIFEST_FILE, overwrite=True) as directory:
-            for entry in sorted(staged.iterdir()):
-                os.rename(entry, directory / entry.name)
+    def check_publishable(self, model_id: str) -> None:
+        """Raises ImportFailed where nothing can be published."""
+        if self._is_read_only:
+            reason = f"{self.url} can't be published to; set WB_REPOSITORY_URL to file://, s3://, gs:// or az://"
+            raise ImportFailed(model_id=model_id, stage="queued", reason=reason)
 
-    def remove_published(self, model_id: str) -> None:
+    async def publish(
+        self,
+        staged: Path,
+        model_id: str,
+        on_progress: OnProgress | None = None,
+        cancelled: Cancelled | None = None,
+    ) -> None:
+        """Put a verified checkpoint in its place, over what was there; whoever finds its manifest finds it whole.
+
+        A directory is moved in one step. To a store everything is uploaded, the manifest last; an older one is removed
+        first, and content that is there already is left alone. `on_progress(done_bytes, total_bytes)` and `cancelled()`
+        are called on the event loop. Cancelled, or when it fails, no manifest is there, and a repeat goes on with the
+        files that are missing. Raises ImportFailed, Cancelled, Unavailable, OSError, ckptio's errors.
+        """
+        self.check_publishable(model_id)
+        if self.directory is not None:
+            await _in_thread(publish_directory, staged, self.directory / directory_name(model_id), cancelled)
+        else:
+            await self._publisher.publish(staged, model_id, on_progress, cancelled)
+
+    async def remove_published(self, model_id: str) -> None:
         """Remove a model from the repository; nothing happens when it is not there, or not ours to publish in."""
-        if self.directory is None:
-            return
-        path = self.directory / directory_name(model_id)
-        trash = path.with_name(f".removed-{path.name}-{os.getpid()}")
+        if self.directory is not None:
+            await _in_thread(remove_directory, self.directory / directory_name(model_id))
+        elif not self._is_read_only:
+            await self._publisher.remove(model_id)
+
+    # --- how ---
+
+    def _open_store(self, *, retries: int, request_s: float) -> Any:
+        scheme = urlsplit(self.url).scheme
+        settings: dict[str, Any] = {}
+        if scheme not in ("file", "memory"):
+            options = self._options
+            pause, pause_max = (timedelta(seconds=value) for value in (options.pause_s, options.pause_s_max))
+            settings["retry_config"] = {
+                "max_retries": retries,
+                "backoff": {"init_backoff": pause, "max_backoff": pause_max, "base": 2},
+            }
+            settings["client_options"] = {
+                "timeout": timedelta(seconds=request_s),
+                "connect_timeout": timedelta(seconds=options.connect_s),
+                # These options replace those of the environment. Whoever names an http:// endpoint there means it.
+                "allow_http": scheme != "https",
+            }
         try:
-            path.rename(trash)
+            return from_url(self.url, **settings)
+        except (BaseError, ValueError) as error:
+            raise ConfigError("WB_REPOSITORY_URL", f"{self.url!r} can't be used: {first_line(error)}") from error
+
+    def _object(self, model_id: str, file: str) -> RemoteObject:
+        return RemoteObject(
+            self._store,
+            f"{directory_name(model_id)}/{file}",
+            location=self.location(model_id, file),
+            model_id=model_id,
+            options=self._options,
+        )
+
+    async def _read_local(
+        self, model_id: str, file: str, offset_bytes: int, view: memoryview, on_bytes: OnBytes | None
+    ) -> None:
+        location = self.location(model_id, file)
+        done_bytes = 0
+        try:
+            descriptor = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while done_bytes < len(view):
+                    with view[done_bytes : done_bytes + LOCAL_PIECE_BYTES] as place:
+                        count = await _in_thread(os.preadv, descriptor, [place], offset_bytes + done_bytes)
+                    if count == 0:
+                        size_bytes = os.fstat(descriptor).st_size
+                        raise ckptio.TruncatedCheckpoint(
+                            location, expected_bytes=offset_bytes + len(view), actual_bytes=size_bytes
+                        )
+                    done_bytes += count
+                    if on_bytes is not None:
+                        on_bytes(count)
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:
-            return
-        shutil.rmtree(trash, ignore_errors=True)
-
-    def _key(self, model_id: str, file: str) -> str:
-        return f"{directory_name(model_id)}/{file}"
-
-    @contextmanager
-    def _translated(self, model_id: str, file: str) -> Iterator[None]:
-        """obstore's errors and time-outs as ours."""
-        try:
-            yield
-        except (BaseError, TimeoutError) as error:
-            location = self.location(model_id, file)
-            raise Unavailable(what=f"repository file {location} ({_first_line(error)})") from error
+            raise
+        except OSError as error:
+            what = f"repository file {location} (at offset {offset_bytes + done_bytes}: {error.strerror})"
+            raise Unavailable(what=what) from error
 
 
-def _first_line(error: Exception) -> str:
-    """obstore adds pages of debug output to its messages."""
-    return str(error).split("\n", 1)[0] or type(error).__name__
+async def _in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """A blocking call in a thread; cancelled, it waits for the call first, which may hold memory of the caller."""
+    future = asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments, **named))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with suppress(asyncio.CancelledError):  # however often it is asked, it can't be sooner
+                await asyncio.wait([future])
+        if not future.cancelled():
+            future.exception()  # heard: whoever cancelled does not want to know
+        raise

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from whimbrel.wire.errors import LoadFailed, Unavailable, WhimbrelError
 
+from services.router import text_files
 from services.router import tokenizers as module
 from services.router.tokenizers import Tokenizers
 from tests.unit.router.model_files import write_model
@@ -128,7 +129,7 @@ async def test_a_broken_file_is_not_kept(make: Make, tokenizer: Tokenizer, tmp_p
 async def test_a_file_that_is_too_large_is_not_read(
     make: Make, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FILE_BYTES_MAX", 100)
+    monkeypatch.setattr(text_files, "FILE_BYTES_MAX", 100)
     error = await error_of(make(repository.as_uri()).get("tiny", "d1"))
     assert "bytes" in str(error)
 

@@ -11,6 +11,8 @@ from starlette.routing import Route
 from whimbrel.wire.codec import error_of
 from whimbrel.wire.errors import ModelNotFound
 from whimbrel.wire.messages import (
+    CancelJob,
+    CancelJobReply,
     DeleteModel,
     DeleteModelReply,
     DeployModelReply,
@@ -54,6 +56,7 @@ class Admin:
             Route("/admin/models/{model_id:path}", self.get_deployment, methods=["GET"]),
             Route("/admin/models/{model_id:path}", self.delete, methods=["DELETE"]),
             Route("/admin/jobs/{job_id}", self.get_job, methods=["GET"]),
+            Route("/admin/jobs/{job_id}", self.cancel_job, methods=["DELETE"]),
             Route("/admin/cluster", self.get_cluster, methods=["GET"]),
         ]
 
@@ -95,8 +98,14 @@ class Admin:
             self._catalogue.want()
         return as_json(_job(job))
 
+    async def cancel_job(self, request: Request) -> Response:
+        """The job as it is now; it ends as failed with the code `cancelled` when its agent has stopped."""
+        job = (await self._ask(CancelJob(job_id=request.path_params["job_id"]), CancelJobReply)).job
+        self._catalogue.want()
+        return as_json(_job(job), 202)
+
     async def get_cluster(self, _request: Request) -> Response:
-        return as_json(_untagged(await self._ask(GetCluster(), GetClusterReply)))
+        return as_json(untagged(await self._ask(GetCluster(), GetClusterReply)))
 
     async def _find(self, request: Request) -> ModelSummary:
         model_id = request.path_params["model_id"]
@@ -128,17 +137,18 @@ def _openai_model(summary: ModelSummary) -> Json:
 
 
 def _deployment(summary: ModelSummary) -> Json:
-    fields = _untagged(summary)
+    fields = untagged(summary)
     return {"model": fields.pop("model_id"), **fields}
 
 
 def _job(job: JobStatus) -> Json:
-    fields = _untagged(job)
+    fields = untagged(job)
     error = None if job.error is None else error_object(error_of(job.error)).body()["error"]
     return {"job_id": fields.pop("job_id"), "model": fields.pop("model_id"), **fields, "error": error}
 
 
-def _untagged(struct: msgspec.Struct) -> Json:
+def untagged(struct: msgspec.Struct) -> Json:
+    """A message as JSON, without its tag."""
     fields: Json = msgspec.to_builtins(struct)
     fields.pop("type", None)
     return fields

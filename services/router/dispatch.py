@@ -102,6 +102,13 @@ class Dispatch:
             raise InternalError(service="scheduler")
         return answer
 
+    async def ask_agent(self, server_id: str, message: Message, reply: type[M], timeout_s: float) -> M:
+        """The reply of a server's storage agent; raises its error, or Unavailable."""
+        answer = await self._bus.request(self._bus.subjects.to_agent(server_id, message), message, timeout_s)
+        if not isinstance(answer, reply):
+            raise InternalError(service=f"storage agent {server_id}")
+        return answer
+
     async def ask_worker(self, route: Route, message: Message, timeout_s: float) -> None:
         """Returns when the worker said yes; raises its error, or Unavailable."""
         subject = self._bus.subjects.to_worker(route.server_id, route.slot, message)

@@ -26,6 +26,7 @@ from services.router.dispatch import Dispatch
 from services.router.inference import Inference
 from services.router.openapi import DOCUMENT
 from services.router.replies import ClientLeft
+from services.router.servers import Servers
 
 log = structlog.get_logger()
 
@@ -50,6 +51,7 @@ def make_app(
         Route("/v1/chat/completions", Inference(dispatch, catalogue, limits, is_chat=True), methods=["POST"]),
         Route("/v1/completions", Inference(dispatch, catalogue, limits, is_chat=False), methods=["POST"]),
         *Admin(dispatch, catalogue).routes(),
+        *Servers(dispatch, catalogue).routes(),
         Route("/healthz", _health),
         Route("/readyz", ready),
         Route("/metrics", _metrics),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from whimbrel.wire.sources import GRAMMAR
+
 from services.router.core.params import HARMLESS, HONOURED
+from services.router.core.residency import TIERS
 from services.router.core.statuses import STATUSES
 
 Json = dict[str, object]
 
 
-def _operation(summary: str, *, status: str = "200", body: Json | None = None, parameter: str | None = None) -> Json:
+def _operation(
+    summary: str, *, status: str = "200", body: Json | None = None, parameter: str | tuple[str, ...] = ()
+) -> Json:
     operation: Json = {
         "summary": summary,
         "responses": {
@@ -21,9 +26,10 @@ def _operation(summary: str, *, status: str = "200", body: Json | None = None, p
     }
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    if parameter is not None:
+    names = (parameter,) if isinstance(parameter, str) else parameter
+    if names:
         schema = {"type": "string"}
-        operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": schema}]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
     return operation
 
 
@@ -62,9 +68,13 @@ def _inference_body(prompt: str, foreign: tuple[str, ...]) -> Json:
 _DEPLOYMENT = _object(
     ["model", "source"],
     model={"type": "string"},
-    source={"type": "string", "description": "a directory that the servers can read"},
+    source={"type": "string", "description": GRAMMAR},
     keep_alive_s={"type": "number", "minimum": 0},
 )
+_TIER: Json = {"type": "string", "enum": [str(tier) for tier in TIERS]}
+_PREFETCH = _object(["tier"], tier=_TIER, pin={"type": "boolean", "description": "it is not evicted from there"})
+_RESIDENCY = _object(["tier"], tier=_TIER)
+_SERVER, _SERVER_MODEL = ("server",), ("server", "model")
 _ERROR = _object(
     ["error"],
     error=_object(
@@ -96,7 +106,26 @@ DOCUMENT: Json = {
             "get": _operation("Describe a deployment", parameter="model"),
             "delete": _operation("Delete a model", status="202", parameter="model"),
         },
-        "/admin/jobs/{job_id}": {"get": _operation("Tell how far an import is", parameter="job_id")},
+        "/admin/jobs/{job_id}": {
+            "get": _operation("Tell how far an import is", parameter="job_id"),
+            "delete": _operation("Cancel an import; its job tells when it has ended", status="202", parameter="job_id"),
+        },
+        "/admin/servers/{server}/loads": {"get": _operation("List a server's load queue", parameter=_SERVER)},
+        "/admin/servers/{server}/measure": {"post": _operation("Measure a server's storage", parameter=_SERVER)},
+        "/admin/servers/{server}/models/{model}/prefetch": {
+            "post": _operation(
+                "Bring a model into a tier of a server", status="202", body=_PREFETCH, parameter=_SERVER_MODEL
+            )
+        },
+        "/admin/servers/{server}/models/{model}/pin": {
+            "post": _operation("Keep a model in a tier", status="202", body=_RESIDENCY, parameter=_SERVER_MODEL)
+        },
+        "/admin/servers/{server}/models/{model}/unpin": {
+            "post": _operation("Let a model be evicted again", status="202", body=_RESIDENCY, parameter=_SERVER_MODEL)
+        },
+        "/admin/servers/{server}/models/{model}/evict": {
+            "post": _operation("Give back what nobody uses", status="202", body=_RESIDENCY, parameter=_SERVER_MODEL)
+        },
         "/admin/cluster": {"get": _operation("Describe servers, slots, tiers and queues")},
         "/healthz": {"get": _operation("Alive")},
         "/readyz": {"get": _operation("Ready to place new models; the reason when not")},

@@ -1,6 +1,6 @@
 """Owns the `whimbrel` command line: arguments in, tables or JSON out, exit codes that scripts can use.
 
-Exit codes: 0 done, 1 the cluster refused or failed, 2 wrong usage, 3 the cluster is not there.
+Exit codes: 0 done, 1 the cluster refused or failed, 2 wrong usage, 3 the cluster is not there, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -8,23 +8,21 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Coroutine
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import httpx
 import typer
-from rich.console import Console
 
 from whimbrel import __version__
 from whimbrel.chassis.logging import configure
 from whimbrel.chassis.servers import ServerFailed, ServerMissing
 from whimbrel.cli import bench as bench_command
-from whimbrel.cli import show
+from whimbrel.cli import imports, operate, show
 from whimbrel.cli.cluster import DEFAULT_PORT, AlreadyRunning, ClusterOptions, read_state
+from whimbrel.cli.endings import EXIT_REFUSED, EXIT_USAGE, Json, Url, console, error_console, fail, run
 from whimbrel.cli.up import down_cluster, run_cluster, start_detached
-from whimbrel.client import AdminClient, ApiError, events
+from whimbrel.client import AdminClient, events
 from whimbrel.client.admin import DEFAULT_URL, Answer
 
 app = typer.Typer(
@@ -34,37 +32,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("bench")(bench_command.bench)
-error_console = Console(stderr=True)
-console = Console()
+imports.add_commands(app)
+operate.add_commands(app)
 
-T = TypeVar("T")
-
-Url = Annotated[str, typer.Option("--url", envvar="WHIMBREL_URL", help="The router's address.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Directory = Annotated[Path, typer.Option("--dir", help="Where the cluster keeps its data, logs and state.")]
 DEFAULT_DIRECTORY = Path(".whimbrel")
-
-EXIT_REFUSED = 1
-EXIT_USAGE = 2
-EXIT_UNREACHABLE = 3
-
-
-def fail(message: str, code: int) -> typer.Exit:
-    error_console.print(f"[red]error:[/red] {message}", highlight=False, soft_wrap=True)
-    return typer.Exit(code)
-
-
-def run(work: Coroutine[Any, Any, T], url: str) -> T:
-    """Run a client's work; every failure becomes one sentence and an exit code."""
-    try:
-        return asyncio.run(work)
-    except ApiError as error:
-        raise fail(str(error), EXIT_REFUSED) from None
-    except httpx.TransportError as error:
-        reason = f"no cluster answers at {url} ({error or type(error).__name__}); start one with: whimbrel up"
-        raise fail(reason, EXIT_UNREACHABLE) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 @app.callback(invoke_without_command=True)
@@ -86,6 +58,10 @@ def up(
     engine: Annotated[
         str, typer.Option(help="transformers, or echo for rehearsals without a model's cost.")
     ] = "transformers",
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", help="Device of a slot, such as cuda:0; repeatable, given in turn. Default: cpu."),
+    ] = None,
     pool_mib: Annotated[int | None, typer.Option(help="DRAM pool per server, MiB; default a share of memory.")] = None,
     setting: Annotated[
         list[str] | None,
@@ -97,6 +73,7 @@ def up(
     try:
         options = ClusterOptions(
             directory=directory, servers=servers, slots=slots, port=port, host=host, engine=engine,
+            devices=tuple(device or ("cpu",)),
             pool_bytes=None if pool_mib is None else pool_mib * 1024 * 1024,
             environ=_settings(setting or []),
         )  # fmt: skip
@@ -111,48 +88,28 @@ def up(
 
 
 @app.command()
-def down(directory: Directory = DEFAULT_DIRECTORY) -> None:
+def down(directory: Directory = DEFAULT_DIRECTORY, as_json: Json = False) -> None:
     """Stop the cluster that runs in a directory. Its data stays."""
     try:
         stopped = down_cluster(directory)
     except TimeoutError as error:
         raise fail(str(error), EXIT_REFUSED) from None
-    console.print("stopped" if stopped else f"no cluster runs in {directory}")
+    if as_json:
+        print(json.dumps({"stopped": stopped}))
+    else:
+        console.print("stopped" if stopped else f"no cluster runs in {directory}")
 
 
 @app.command()
-def deploy(
-    model: Annotated[str, typer.Argument(help="The name clients will use.")],
-    source: Annotated[str, typer.Option("--source", help="A checkpoint directory that the storage agents can read.")],
-    keep_alive_s: Annotated[float | None, typer.Option(help="Keep an idle instance this long, seconds.")] = None,
-    url: Url = DEFAULT_URL,
-    as_json: Json = False,
-) -> None:
-    """Convert a checkpoint, publish it in the repository, and serve it under a name."""
-    place = source if source.startswith("/") else str(Path(source).resolve())
+def delete(model: str, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """Take a model away: its instances, every copy, and its place in the repository."""
 
     async def work() -> dict[str, Any]:
         async with AdminClient(url) as client:
-            started = await client.deploy(model, place, keep_alive_s)
-            return await show.follow_import(client, started["job_id"], model, error_console, quiet=as_json)
+            return await client.delete(model)
 
-    status = run(work(), url)
-    if as_json:
-        print(json.dumps(status))
-    else:
-        console.print(f"{model} is deployed; try: whimbrel chat {model} 'Hello'", highlight=False)
-
-
-@app.command()
-def delete(model: str, url: Url = DEFAULT_URL) -> None:
-    """Take a model away: its instances, every copy, and its place in the repository."""
-
-    async def work() -> None:
-        async with AdminClient(url) as client:
-            await client.delete(model)
-
-    run(work(), url)
-    console.print(f"{model} is deleted", highlight=False)
+    answer = run(work(), url)
+    print(json.dumps(answer)) if as_json else console.print(f"{model} is deleted", highlight=False)
 
 
 @app.command()

@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from whimbrel.client import AdminClient, Received
 from whimbrel.client.admin import Answer
@@ -30,12 +31,17 @@ async def follow_import(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     status: dict[str, Any] = {}
+    stage = "queued"
     with Progress(*columns, console=console, disable=quiet) as progress:
-        task = progress.add_task(f"{model}: queued", total=None)
+        task = progress.add_task(f"{model}: {stage}", total=None)
         async for status in client.follow_job(job_id):
+            if status["stage"] not in (stage, "finished"):
+                # Rate and time left are of one stage: a disk's say nothing of a network's.
+                progress.reset(task, total=None)
+            stage = status["stage"]
             progress.update(
                 task,
-                description=f"{model}: {status['stage']}",
+                description=f"{model}: {stage}",
                 completed=status["done_bytes"],
                 total=status["total_bytes"] or None,
             )
@@ -70,6 +76,38 @@ def cluster_table(cluster: dict[str, Any]) -> RenderableType:
             table.add_row(server["server_id"], "-", "-", "no worker", "-", "0", dram, pool, str(len(server["tasks"])))
     waiting = f"{cluster['waiting_requests']} requests wait; {len(cluster['routers'])} routers"
     return Group(table, waiting)
+
+
+def loads_table(answers: list[dict[str, Any]]) -> RenderableType:
+    """The queues of servers, running tasks first."""
+    table = Table("server", "model", "for", "stage", "done", "running", "left")
+    for answer in answers:
+        for load in answer["loads"]:
+            remaining_s = load["remaining_s"]
+            table.add_row(
+                answer["server"], load["model_id"], "request" if load["instance_id"] else "prefetch",
+                f"{load['stage']} from {load['source_tier']}",
+                f"{size(load['done_bytes'])} of {size(load['total_bytes'])}", f"{load['running_s']:.1f} s",
+                "-" if remaining_s is None else f"{remaining_s:.1f} s",
+            )  # fmt: skip
+    servers = ", ".join(answer["server"] for answer in answers)
+    return table if table.row_count else f"nothing is loading on {servers}"
+
+
+def doctor_table(answers: list[dict[str, Any]]) -> RenderableType:
+    """The storage of servers as measured, then what makes loads slower than they could be."""
+    table = Table("server", "direct", "buffered", "uses", "pool", "pages", "locked")
+    lines = []
+    for answer in answers:
+        table.add_row(
+            answer["server"], f"{size(answer['ssd_direct_bytes_per_s'])}/s",
+            f"{size(answer['ssd_buffered_bytes_per_s'])}/s", "direct" if answer["is_direct"] else "buffered",
+            size(answer["pool_size_bytes"]), "huge" if answer["has_huge_pages"] else "small",
+            "yes" if answer["is_locked"] else "no",
+        )  # fmt: skip
+        lines.append(f"{answer['server']}: its SSD directory is {answer['ssd_directory']}")
+        lines += [f"{answer['server']}: {warning}" for warning in answer["warnings"]]
+    return Group(table, *(Text(line) for line in lines))
 
 
 def answer_line(answer: Answer) -> str:

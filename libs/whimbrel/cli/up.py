@@ -54,7 +54,7 @@ def _say_ready(cluster: LocalCluster, seconds: float, console: Console) -> None:
     console.print(
         f"[bold]ready[/bold] in {seconds:.1f} s at {cluster.url}/v1: "
         f"{options.servers} servers × {options.slots} slots\n"
-        f"  deploy a model   whimbrel deploy NAME --source DIRECTORY --url {cluster.url}\n"
+        f"  deploy a model   whimbrel deploy NAME --source DIRECTORY_OR_URL --url {cluster.url}\n"
         f"  watch it         whimbrel events --follow --dir {options.directory}\n"
         f"  stop             Ctrl-C, or whimbrel down --dir {options.directory}",
         highlight=False,
@@ -76,6 +76,7 @@ def start_detached(options: ClusterOptions, console: Console) -> None:
         "--servers", str(options.servers), "--slots", str(options.slots),
         "--dir", str(options.directory), "--engine", options.engine,
         "--host", options.host, "--port", str(options.port),
+        *(word for device in options.devices for word in ("--device", device)),
         "--pool-mib", str(options.pool_bytes_per_server // (1024 * 1024)),
     ]  # fmt: skip
     for name, value in options.environ.items():

@@ -18,6 +18,8 @@ DEFAULT_URL = "http://127.0.0.1:8343"
 JOB_POLL_S = 0.2
 # Answers of the admin API are small; only an unreachable cluster takes longer.
 ADMIN_S_MAX = 15.0
+# A measurement reads some hundred MB and waits for a load to end; the router itself gives up a little earlier.
+MEASURE_S_MAX = 130.0
 
 JsonObject = dict[str, Any]
 
@@ -61,14 +63,18 @@ class AdminClient:
         await self._http.aclose()
 
     async def deploy(self, model_id: str, source: str, keep_alive_s: float | None = None) -> JsonObject:
-        """Start importing `source` (a directory the agents can read); returns job_id, model and state."""
+        """Start importing `source`, as `wire.sources` has its grammar; returns job_id, model and state."""
         body: JsonObject = {"model": model_id, "source": source}
         if keep_alive_s is not None:
             body["keep_alive_s"] = keep_alive_s
         return await self._call("POST", "/admin/models", body)
 
     async def job(self, job_id: str) -> JsonObject:
-        return await self._call("GET", f"/admin/jobs/{quote(job_id)}")
+        return await self._call("GET", f"/admin/jobs/{quote(job_id, safe='')}")
+
+    async def cancel(self, job_id: str) -> JsonObject:
+        """Ask for the end of an import; returns its status. It has ended when `job` says failed or finished."""
+        return await self._call("DELETE", f"/admin/jobs/{quote(job_id, safe='')}")
 
     async def follow_job(self, job_id: str) -> AsyncIterator[JsonObject]:
         """The job's status again and again until it has ended; raises ApiError when it ended badly."""
@@ -96,6 +102,29 @@ class AdminClient:
 
     async def cluster(self) -> JsonObject:
         return await self._call("GET", "/admin/cluster")
+
+    async def prefetch(self, server: str, model_id: str, tier: str, *, pin: bool = False) -> JsonObject:
+        """Bring a model into `ssd` or `dram` of a server; returns at once, with the task_id that `loads` shows."""
+        return await self._move(server, model_id, "prefetch", {"tier": tier, "pin": pin})
+
+    async def pin(self, server: str, model_id: str, tier: str) -> JsonObject:
+        return await self._move(server, model_id, "pin", {"tier": tier})
+
+    async def unpin(self, server: str, model_id: str, tier: str) -> JsonObject:
+        return await self._move(server, model_id, "unpin", {"tier": tier})
+
+    async def evict(self, server: str, model_id: str, tier: str) -> JsonObject:
+        """Give back what nobody uses; raises ApiError (conflict) while the model is pinned there or used."""
+        return await self._move(server, model_id, "evict", {"tier": tier})
+
+    async def loads(self, server: str) -> JsonObject:
+        """The load queue of a server, running first."""
+        return await self._call("GET", f"/admin/servers/{quote(server, safe='')}/loads")
+
+    async def measure(self, server: str) -> JsonObject:
+        """Measure the storage of a server; takes seconds, and waits for the load that runs."""
+        path = f"/admin/servers/{quote(server, safe='')}/measure"
+        return await self._call("POST", path, timeout_s=MEASURE_S_MAX)
 
     async def is_ready(self) -> bool:
         """True when the router says that it can serve."""
@@ -142,8 +171,14 @@ class AdminClient:
             pass
         return answer
 
-    async def _call(self, method: str, path: str, body: JsonObject | None = None) -> JsonObject:
-        response = await self._http.request(method, path, json=body, timeout=ADMIN_S_MAX)
+    async def _move(self, server: str, model_id: str, verb: str, body: JsonObject) -> JsonObject:
+        path = f"/admin/servers/{quote(server, safe='')}/models/{quote(model_id)}/{verb}"
+        return await self._call("POST", path, body)
+
+    async def _call(
+        self, method: str, path: str, body: JsonObject | None = None, timeout_s: float = ADMIN_S_MAX
+    ) -> JsonObject:
+        response = await self._http.request(method, path, json=body, timeout=timeout_s)
         if response.status_code >= 400:
             raise _error_of(response)
         result: JsonObject = response.json()

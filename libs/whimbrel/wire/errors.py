@@ -75,6 +75,14 @@ class JobNotFound(WhimbrelError):
 
 
 @dataclass(eq=False, kw_only=True)
+class ServerNotFound(WhimbrelError):
+    code = "server_not_found"
+    text = "there is no server {server_id!r} in this cluster; there are: {known}"
+    server_id: str
+    known: str
+
+
+@dataclass(eq=False, kw_only=True)
 class Conflict(WhimbrelError):
     code = "conflict"
     text = "{reason}"
@@ -202,9 +210,9 @@ class ProtocolError(WhimbrelError):
 ERRORS: dict[str, type[WhimbrelError]] = {
     error.code: error
     for error in (
-        InvalidRequest, UnsupportedParameter, ContextLengthExceeded, ModelNotFound, JobNotFound, Conflict,
-        PayloadTooLarge, ModelTooLarge, QueueFull, Unavailable, ColdStartTimeout, RequestTimeout, InferenceLost,
-        InstanceGone, LoadFailed, ImportFailed, Cancelled, StaleEpoch, InternalError, ProtocolError,
+        InvalidRequest, UnsupportedParameter, ContextLengthExceeded, ModelNotFound, JobNotFound, ServerNotFound,
+        Conflict, PayloadTooLarge, ModelTooLarge, QueueFull, Unavailable, ColdStartTimeout, RequestTimeout,
+        InferenceLost, InstanceGone, LoadFailed, ImportFailed, Cancelled, StaleEpoch, InternalError, ProtocolError,
     )
 }  # fmt: skip
 

@@ -54,6 +54,19 @@ class ModelImportFailed(_ModelEvent, frozen=True, kw_only=True):
     message: str
 
 
+class ModelPrefetched(_ModelEvent, frozen=True, kw_only=True):
+    verb = "prefetched"
+    server_id: str
+    source_tier: str
+
+
+class ModelPrefetchFailed(_ModelEvent, frozen=True, kw_only=True):
+    verb = "prefetch_failed"
+    server_id: str
+    code: str
+    message: str
+
+
 class ModelDeleted(_ModelEvent, frozen=True, kw_only=True):
     verb = "deleted"
 

@@ -697,6 +697,15 @@ class WorkerExited(Message, frozen=True, kw_only=True):
     worker_epoch: NonNegative
 
 
+class WorkerHello(Value, frozen=True, kw_only=True):
+    """Worker → agent, over the Unix socket `presence_path`: one line of JSON. The connection then stays open for as
+    long as the process lives; the kernel closes it at the very end."""
+
+    slot: NonNegative
+    worker_epoch: NonNegative
+    pid: NonNegative
+
+
 class WorkerState(StrEnum):
     EMPTY = "empty"
     LOADING = "loading"

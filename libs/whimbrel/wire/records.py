@@ -44,7 +44,10 @@ class ModelRecord(Record, frozen=True, kw_only=True):
 
 
 class JobRecord(Record, frozen=True, kw_only=True):
-    """An import job, with the agent that runs it. Kept for some time after its end."""
+    """An import job, with the agent that runs it. Kept for some time after its end, without secrets in `source`.
+
+    `is_cancelled`: somebody asked for its end, which its agent may not have heard yet.
+    """
 
     table = "jobs"
 
@@ -52,6 +55,7 @@ class JobRecord(Record, frozen=True, kw_only=True):
     source: str
     server_id: str
     updated_at_s: Seconds
+    is_cancelled: bool = False
 
     def key(self) -> str:
         return self.job.job_id

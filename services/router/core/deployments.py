@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from whimbrel.wire.ids import check_model_id
 from whimbrel.wire.messages import DeployModel
+from whimbrel.wire.sources import parse_source
 
 from services.router.core.fields import read_number, read_object, read_text, refuse
 
-# Longer than every path that a file system takes.
-SOURCE_CHARACTERS_MAX = 4096
 # A year; whoever wants a model to stay for longer can say so again.
 KEEP_ALIVE_S_MAX = 365 * 24 * 3600.0
 
@@ -20,8 +19,7 @@ def read_deployment(body: object) -> DeployModel:
         if name not in ("model", "source", "keep_alive_s"):
             refuse(name[:64], "a deployment has model, source and keep_alive_s only")
     source = read_text(given.get("source"), "source")
-    if not source.startswith("/") or "\0" in source or len(source) > SOURCE_CHARACTERS_MAX:
-        refuse("source", "must be the absolute path of a directory that the servers can read")
+    parse_source(source)
     keep_alive_s = given.get("keep_alive_s")
     return DeployModel(
         model_id=check_model_id(read_text(given.get("model"), "model")),

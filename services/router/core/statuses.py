@@ -14,6 +14,7 @@ STATUSES: dict[str, int] = {
     errors.ContextLengthExceeded.code: 400,
     errors.ModelNotFound.code: 404,
     errors.JobNotFound.code: 404,
+    errors.ServerNotFound.code: 404,
     errors.Conflict.code: 409,
     errors.Cancelled.code: 409,
     errors.PayloadTooLarge.code: 413,

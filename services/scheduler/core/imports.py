@@ -6,11 +6,13 @@ import math
 
 import msgspec
 from whimbrel.wire.codec import error_reply
-from whimbrel.wire.errors import Conflict, ImportFailed, InvalidRequest
+from whimbrel.wire.errors import Conflict, ImportFailed, InvalidRequest, JobNotFound
 from whimbrel.wire.events import ModelDeployed
 from whimbrel.wire.ids import check_model_id
 from whimbrel.wire.messages import (
     Ack,
+    CancelJob,
+    CancelJobReply,
     DeployModel,
     DeployModelReply,
     ImportEnded,
@@ -20,11 +22,15 @@ from whimbrel.wire.messages import (
     ModelState,
 )
 from whimbrel.wire.records import InstanceState, ModelRecord
+from whimbrel.wire.sources import parse_source, redacted
 
 from services.scheduler.core import jobs, lifecycle
 from services.scheduler.core.instances import InstanceEvent
 from services.scheduler.core.models import Job, Model
 from services.scheduler.core.step import Step
+
+#: What an agent says of a job on its way; how it ended is a message of its own.
+STAGES_ON_THE_WAY = (JobStage.DOWNLOADING, JobStage.CONVERTING, JobStage.VERIFYING, JobStage.PUBLISHING)
 
 
 class ManifestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,20 +41,24 @@ class ManifestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def on_deploy_model(step: Step, message: DeployModel, reply_to: str | None) -> None:
-    """Deploying is idempotent: while an import of the model runs, that one is the answer."""
+    """Deploying is idempotent: while an import of the model runs, that one is the answer, unless it was cancelled."""
     _check(message)
     cluster = step.cluster
     model = cluster.models.get(message.model_id)
     if model is not None and model.record.state is ModelState.DELETING:
         raise Conflict(reason=f"model {message.model_id!r} is being deleted; deploy it when it is gone")
     job = cluster.open_job(message.model_id)
+    if job is not None and job.record.is_cancelled:
+        raise Conflict(
+            reason=f"the import {job.job_id} of {message.model_id!r} is being cancelled; deploy it when it ended"
+        )
     if job is None:
         job = jobs.add(step, message)
         if model is None or not model.is_servable:
             model = _add_model(step, message, job, model)
         else:
             # What is deployed serves on until the new checkpoint is there.
-            step.change_model(model, job_id=job.job_id, source=message.source)
+            step.change_model(model, job_id=job.job_id, source=redacted(message.source))
         jobs.assign(step, job)
     assert model is not None, "an open job has its model"
     if message.keep_alive_s is not None and message.keep_alive_s != model.record.keep_alive_s:
@@ -61,8 +71,17 @@ def on_import_progressed(step: Step, message: ImportProgressed, reply_to: str | 
     if job is None or not job.record.is_open:
         return
     job.done_bytes, job.total_bytes = message.done_bytes, message.total_bytes
-    if message.stage is not job.record.job.stage and message.stage in (JobStage.CONVERTING, JobStage.VERIFYING):
+    if message.stage is not job.record.job.stage and message.stage in STAGES_ON_THE_WAY:
         jobs.update(step, job, stage=message.stage)
+
+
+def on_cancel_job(step: Step, message: CancelJob, reply_to: str | None) -> None:
+    """What is over stays as it is; what waits ends now; what runs ends when its agent has stopped."""
+    job = step.cluster.jobs.get(message.job_id)
+    if job is None:
+        raise JobNotFound(job_id=message.job_id)
+    jobs.cancel(step, job)
+    step.answer(reply_to, CancelJobReply(job=job.status()))
 
 
 def on_import_finished(step: Step, message: ImportFinished, reply_to: str | None) -> None:
@@ -93,8 +112,7 @@ def on_import_ended(step: Step, message: ImportEnded, reply_to: str | None) -> N
 
 def _check(message: DeployModel) -> None:
     check_model_id(message.model_id)
-    if not message.source.strip():
-        raise InvalidRequest(field="source", reason="is empty; name a directory that the servers can read")
+    parse_source(message.source)
     keep_alive_s = message.keep_alive_s
     if keep_alive_s is not None and not (math.isfinite(keep_alive_s) and keep_alive_s >= 0.0):
         raise InvalidRequest(field="keep_alive_s", reason="must be a number of seconds, 0 or more")
@@ -105,7 +123,7 @@ def _add_model(step: Step, message: DeployModel, job: Job, model: Model | None) 
     record = ModelRecord(
         model_id=message.model_id,
         state=ModelState.IMPORTING,
-        source=message.source,
+        source=redacted(message.source),
         job_id=job.job_id,
         checkpoint_digest="",
         size_bytes=0,

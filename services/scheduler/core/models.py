@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from whimbrel.wire.messages import ModelState
+from whimbrel.wire.messages import JobStatus, ModelState
 from whimbrel.wire.records import JobRecord, ModelRecord
 
 
@@ -71,6 +71,18 @@ class Job:
     @property
     def model_id(self) -> str:
         return self.record.job.model_id
+
+    def status(self) -> JobStatus:
+        """With the progress that is not durable."""
+        known = self.record.job
+        return JobStatus(
+            job_id=known.job_id,
+            model_id=known.model_id,
+            stage=known.stage,
+            done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes,
+            error=known.error,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -13,6 +13,8 @@ from whimbrel.wire.errors import InferenceLost, InstanceGone, JobNotFound, Whimb
 from whimbrel.wire.messages import (
     AbortInference,
     Ack,
+    CancelJob,
+    CancelJobReply,
     DeleteModel,
     DeleteModelReply,
     DeployModel,
@@ -40,6 +42,7 @@ from whimbrel.wire.messages import (
     RouteRemoved,
     RouteState,
     SchedulerHeartbeat,
+    ServerSummary,
     Stages,
     StartInference,
     Tier,
@@ -73,6 +76,21 @@ def a_model(model_id: str, *, state: ModelState = ModelState.READY, digest: str 
 
 def a_route(model_id: str, instance_id: str = "instance-1", *, slot: int = 0) -> Route:
     return Route(instance_id=instance_id, model_id=model_id, server_id="server-0", slot=slot, state=RouteState.READY)
+
+
+def a_server(server_id: str) -> ServerSummary:
+    return ServerSummary(
+        server_id=server_id,
+        is_alive=True,
+        last_seen_s=0.1,
+        slots=(),
+        resident=(),
+        tasks=(),
+        pool_size_bytes=0,
+        pool_free_bytes=0,
+        ssd_size_bytes=0,
+        ssd_used_bytes=0,
+    )
 
 
 class Heard:
@@ -110,6 +128,7 @@ class FakeScheduler:
     models: dict[str, ModelSummary] = field(default_factory=dict)
     routes: dict[str, Route] = field(default_factory=dict)
     jobs: dict[str, JobStatus] = field(default_factory=dict)
+    servers: tuple[str, ...] = ()
     place: Callable[[PlaceModel], PlaceModelReply | WhimbrelError] | None = None
     errors: dict[type[Message], WhimbrelError] = field(default_factory=dict)
     is_mute: bool = False
@@ -174,9 +193,17 @@ class FakeScheduler:
                 if message.job_id not in self.jobs:
                     raise JobNotFound(job_id=message.job_id)
                 return GetJobReply(job=self.jobs[message.job_id])
+            case CancelJob():
+                if message.job_id not in self.jobs:
+                    raise JobNotFound(job_id=message.job_id)
+                return CancelJobReply(job=self.jobs[message.job_id])
             case GetCluster():
-                routers = (self.router_id,)
-                return GetClusterReply(scheduler_epoch=self.epoch, servers=(), routers=routers, waiting_requests=0)
+                return GetClusterReply(
+                    scheduler_epoch=self.epoch,
+                    servers=tuple(a_server(server_id) for server_id in self.servers),
+                    routers=(self.router_id,),
+                    waiting_requests=0,
+                )
         return Ack()
 
     def _place(self, message: PlaceModel) -> PlaceModelReply:
@@ -189,6 +216,26 @@ class FakeScheduler:
         if route is not None:
             return PlaceModelReply(route=route, stages=LOADED)
         return PlaceModelReply(waiting_for=WaitStage.LOADING, remaining_s=1.5)
+
+
+@dataclass
+class FakeAgent:
+    """A storage agent that answers an operator with what it is given for a kind of message, else with Ack."""
+
+    bus: Bus
+    server_id: str = "server-0"
+    answers: dict[type[Message], Message | WhimbrelError] = field(default_factory=dict)
+    heard: Heard = field(default_factory=Heard)
+
+    async def start(self) -> None:
+        await self.bus.subscribe(self.bus.subjects.all_to_agent(self.server_id), self._on_message)
+
+    async def _on_message(self, received: Received) -> None:
+        await self.heard.note(received.message)
+        answer = self.answers.get(type(received.message), Ack())
+        if isinstance(answer, WhimbrelError):
+            raise answer
+        await self.bus.reply(received.reply_to, answer)
 
 
 @dataclass

@@ -24,6 +24,7 @@ EXAMPLES: list[tuple[WhimbrelError, int, str, str | None]] = [
     ),
     (errors.ModelNotFound(model_id="x"), 404, "not_found_error", "model"),
     (errors.JobNotFound(job_id="x"), 404, "not_found_error", None),
+    (errors.ServerNotFound(server_id="x", known="server-0"), 404, "not_found_error", None),
     (errors.Conflict(reason="busy"), 409, "invalid_request_error", None),
     (errors.Cancelled(what="it"), 409, "invalid_request_error", None),
     (errors.PayloadTooLarge(size_bytes=2, limit_bytes=1), 413, "invalid_request_error", None),
@@ -143,11 +144,27 @@ def test_a_deployment_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "/models/tiny", "file:///models/tiny", "hf://org/tiny", "hf://org/tiny@v1.0", "hf://gpt2", "s3://bucket/a/b",
+        "gs://bucket/a", "https://user:password@host:8080/models/tiny/",
+    ],
+)  # fmt: skip
+def test_every_kind_of_source_can_be_deployed(source: str) -> None:
+    assert read_deployment({"model": "tiny", "source": source}).source == source
+
+
+@pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"model": "../x"}, "model"),
         ({"model": None}, "model"),
         ({"source": "relative"}, "source"),
+        ({"source": "ftp://host/model"}, "source"),
+        ({"source": "hf://a/b/c"}, "source"),
+        ({"source": "s3://key:secret@bucket/model"}, "source"),
+        ({"source": "https://host/model.safetensors"}, "source"),
+        ({"source": "https://host/model/?token=secret"}, "source"),
         ({"source": "/a\0b"}, "source"),
         ({"source": None}, "source"),
         ({"keep_alive_s": -1}, "keep_alive_s"),
@@ -160,6 +177,7 @@ def test_a_bad_deployment_is_refused_by_field(change: dict[str, object], field: 
     with pytest.raises(errors.InvalidRequest) as caught:
         read_deployment({"model": "tiny", "source": "/models/tiny", **change})
     assert caught.value.field == field
+    assert "secret" not in str(caught.value)
 
 
 def test_the_openapi_document_names_the_paths() -> None:

@@ -12,6 +12,7 @@ from whimbrel.chassis.config import ConfigError
 from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import Conflict, ImportFailed
 from whimbrel.wire.messages import (
+    CancelJob,
     DeleteModel,
     DeployModel,
     JobStage,
@@ -193,6 +194,22 @@ async def test_jobs_tell_their_progress_and_their_error(bench: Bench) -> None:
     assert error_of(await bench.client.get("/admin/jobs/absent")) == (404, "job_not_found", None)
 
 
+async def test_a_job_is_cancelled_by_its_path(bench: Bench) -> None:
+    status = JobStatus(job_id="running", model_id="new", stage=JobStage.DOWNLOADING, done_bytes=5, total_bytes=9)
+    bench.scheduler.jobs = {"running": status}
+    response = await bench.client.delete("/admin/jobs/running")
+    assert (response.status_code, response.json()["stage"]) == (202, "downloading")
+    assert bench.scheduler.heard.all(CancelJob) == [CancelJob(job_id="running")]
+    assert error_of(await bench.client.delete("/admin/jobs/absent")) == (404, "job_not_found", None)
+
+
+async def test_a_source_without_sense_is_refused_and_its_secrets_are_not_told(bench: Bench) -> None:
+    body = {"model": "new", "source": "https://alice:s3cret@host/model?token=s3cret"}
+    response = await bench.client.post("/admin/models", json=body)
+    assert error_of(response) == (400, "invalid_request", "source")
+    assert "s3cret" not in response.text
+
+
 async def test_a_model_can_be_asked_as_soon_as_its_job_says_finished(bench: Bench) -> None:
     bench.scheduler.models["tiny2"] = a_model("tiny2", state=ModelState.IMPORTING)
     assert (await bench.client.post(CHAT, json=bench.chat(model="tiny2"))).status_code == 409
@@ -244,11 +261,12 @@ async def test_the_openapi_document_is_served(bench: Bench) -> None:
     document = (await bench.client.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.")
     for path, operations in document["paths"].items():
-        url = path.replace("{model}", "tiny").replace("{job_id}", "x")
+        url = path.replace("{model}", "tiny").replace("{job_id}", "x").replace("{server}", "absent")
         for method in operations:
             if method == "get":
                 response = await bench.client.get(url)
-                assert response.status_code == 200 or response.json()["error"]["code"] == "job_not_found"
+                code = None if response.status_code == 200 else response.json()["error"]["code"]
+                assert code in (None, "job_not_found", "server_not_found")
 
 
 async def test_a_stock_openai_client_streams_a_chat(bench: Bench) -> None:

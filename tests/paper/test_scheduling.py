@@ -63,7 +63,7 @@ def test_a_loading_queue_is_kept_per_server() -> None:
     for number, model_id in enumerate("abcd"):
         cluster.deliver(place(f"q{number}", model_id))
     assert cluster.controller is not None
-    assert [len(server.queue) for server in cluster.controller.cluster.servers.values()] == [2, 2]
+    assert [len(server.queues) for server in cluster.controller.cluster.servers.values()] == [2, 2]
 
 
 def test_every_decision_is_recorded_so_that_a_crash_is_recovered_from() -> None:

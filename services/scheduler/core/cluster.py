@@ -181,9 +181,8 @@ class Cluster:
                 )
                 for instance in idle
             ),
-            running_ends_s=server.queue.running_ends_s,
-            queued_s=server.queue.queued_s,
-            residency=server.residency,
+            waits=server.queues.waits(),
+            residency=server.residency.entries,
             speeds=speeds,
         )
         return server.view
@@ -242,6 +241,6 @@ def _add_known_instance(cluster: Cluster, record: InstanceRecord, now: float) ->
     server.is_alive = True
     cluster.add_instance(instance, now=now)
     if record.state is InstanceState.LOADING:
-        server.queue.enqueue(record.task_id, record.estimate_s, now=now)
+        server.queues.enqueue(record.source_tier, record.task_id, record.estimate_s, now=now)
     else:
         cluster.slot_of(instance).occupant = record.instance_id

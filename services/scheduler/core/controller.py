@@ -9,6 +9,7 @@ from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import ProtocolError, WhimbrelError
 from whimbrel.wire.messages import (
     AgentHeartbeat,
+    CancelJob,
     CancelPlacement,
     DeleteModel,
     DeployModel,
@@ -29,7 +30,9 @@ from whimbrel.wire.messages import (
     Message,
     ModelRemoved,
     PlaceModel,
+    PrefetchEnded,
     RouterHeartbeat,
+    WorkerExited,
     WorkerHeartbeat,
 )
 from whimbrel.wire.records import Record
@@ -66,6 +69,7 @@ def _handler(kind: type[M], handle: Callable[[Step, M, str | None], None]) -> tu
 HANDLERS: dict[type[Message], Handler] = dict(
     (
         _handler(DeployModel, imports.on_deploy_model),
+        _handler(CancelJob, imports.on_cancel_job),
         _handler(ImportProgressed, imports.on_import_progressed),
         _handler(ImportFinished, imports.on_import_finished),
         _handler(ImportEnded, imports.on_import_ended),
@@ -82,6 +86,8 @@ HANDLERS: dict[type[Message], Handler] = dict(
         _handler(InferenceFinished, routers.on_inference_finished),
         _handler(AgentHeartbeat, heartbeats.on_agent_heartbeat),
         _handler(WorkerHeartbeat, heartbeats.on_worker_heartbeat),
+        _handler(WorkerExited, heartbeats.on_worker_exited),
+        _handler(PrefetchEnded, loading.on_prefetch_ended),
         _handler(RouterHeartbeat, routers.on_router_heartbeat),
         _handler(GetModels, queries.on_get_models),
         _handler(GetJob, queries.on_get_job),

@@ -9,6 +9,8 @@ from whimbrel.wire.events import ServerJoined
 from whimbrel.wire.messages import (
     AgentHeartbeat,
     CancelLoad,
+    ResendResidency,
+    WorkerExited,
     WorkerHeartbeat,
     WorkerState,
 )
@@ -30,7 +32,8 @@ def on_agent_heartbeat(step: Step, message: AgentHeartbeat, reply_to: str | None
         step.tell(ServerJoined(server_id=message.server_id, epoch=message.epoch))
     if is_new_life or not server.is_alive or _looks_different(known, message):
         step.cluster.touch(message.server_id)
-    server.hear(message)
+    if not server.hear(message):
+        step.send(ToAgent(server_id=message.server_id), ResendResidency(scheduler_epoch=step.epoch))
     server.seen_s = step.now
     server.is_alive = True
     for instance_id in list(server.instances):
@@ -61,6 +64,22 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
         _unload_stray(step, slot, message.instance_id)
 
 
+def on_worker_exited(step: Step, message: WorkerExited, reply_to: str | None) -> None:
+    """Its agent saw the process end: no need to wait until its heartbeats are missed."""
+    slot = step.cluster.slot(message.server_id, message.slot, now=step.now)
+    if slot.is_alive and slot.heartbeat is not None and slot.heartbeat.epoch == message.worker_epoch:
+        lose_slot(step, slot)
+
+
+def lose_slot(step: Step, slot: Slot) -> None:
+    """Nobody is there to load onto, and what was there is gone."""
+    slot.is_alive = False
+    slot.occupant = None
+    step.cluster.touch(slot.server_id)
+    if slot.owner is not None:
+        lose_instance(step, step.cluster.instances[slot.owner], "its worker is gone")
+
+
 def lose_instance(step: Step, instance: Instance, reason: str) -> None:
     """Its worker is gone, and what was loaded there with it."""
     if instance.state is InstanceState.LOADING:
@@ -73,7 +92,7 @@ def lose_instance(step: Step, instance: Instance, reason: str) -> None:
 def _looks_different(known: AgentHeartbeat | None, message: AgentHeartbeat) -> bool:
     """Whether placement would see another server than before."""
     return known is None or (
-        known.resident != message.resident
+        known.residency_version != message.residency_version
         or known.pool_size_bytes != message.pool_size_bytes
         or known.ssd_size_bytes != message.ssd_size_bytes
     )
@@ -87,7 +106,7 @@ def _check_load(step: Step, instance: Instance, message: AgentHeartbeat, *, is_r
     """Say LoadModel again when the agent doesn't know the task; a task that waits its turn is making progress."""
     record = instance.record
     if record.task_id in message.tasks:
-        if record.task_id != message.tasks[0]:
+        if record.task_id not in message.running:
             instance.progress_s = step.now
         return
     is_done = instance.load is not None or record.instance_id in message.attached

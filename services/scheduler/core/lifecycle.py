@@ -51,7 +51,8 @@ def start_load(step: Step, model: Model, placement: Placement) -> None:
     )
     record = instance.record
     step.cluster.add_instance(instance, now=step.now)
-    step.cluster.servers[record.server_id].queue.enqueue(record.task_id, estimate.load_s, now=step.now)
+    queues = step.cluster.servers[record.server_id].queues
+    queues.enqueue(record.source_tier, record.task_id, estimate.load_s, now=step.now)
     step.save(record)
     commands.command_load(step, instance)
     commands.command_prepare(step, instance)
@@ -75,7 +76,7 @@ def become_ready(step: Step, instance: Instance) -> None:
     instance.ready_s = instance.idle_since_s = step.now
     instance.record = _with_stages(instance)
     _learn_overhead(step, instance)
-    cluster.servers[instance.record.server_id].queue.remove(instance.record.task_id, now=step.now)
+    cluster.servers[instance.record.server_id].queues.remove(instance.record.task_id, now=step.now)
     step.save(instance.record)
     cluster.touch(instance.record.server_id)
     _tell_ready(step, instance)
@@ -132,7 +133,7 @@ def end_load(step: Step, instance: Instance, event: InstanceEvent) -> None:
     """LOADING → GONE. The agent is told to stop, the worker to let go of what it prepared."""
     record = instance.record
     _leave(step, instance, event)
-    step.cluster.servers[record.server_id].queue.remove(record.task_id, now=step.now)
+    step.cluster.servers[record.server_id].queues.remove(record.task_id, now=step.now)
     step.send(ToAgent(server_id=record.server_id), CancelLoad(task_id=record.task_id))
     if event is InstanceEvent.LOAD_FAILED and instance.detached_s is None:
         # Until the worker says otherwise, it has what we told it to prepare: the slot is not free yet.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import LoadFailed, Unavailable
-from whimbrel.wire.events import LoadWasLost
+from whimbrel.wire.events import LoadWasLost, ModelPrefetched, ModelPrefetchFailed
 from whimbrel.wire.messages import (
     ErrorReply,
     InstanceBecameReady,
@@ -12,7 +12,9 @@ from whimbrel.wire.messages import (
     LoadEnded,
     LoadFinished,
     LoadProgressed,
+    PrefetchEnded,
     Tier,
+    TierReport,
     WaitStage,
 )
 from whimbrel.wire.records import InstanceState
@@ -34,8 +36,8 @@ def on_load_progressed(step: Step, message: LoadProgressed, reply_to: str | None
     # The stage that an estimate is made of: the slowest tier of the path. The other is short beside it.
     slowest = WaitStage.FETCHING if instance.record.source_tier is Tier.REMOTE else WaitStage.LOADING
     if message.stage is slowest and message.total_bytes > 0:
-        queue = step.cluster.servers[message.server_id].queue
-        queue.progress(message.task_id, message.done_bytes / message.total_bytes, now=step.now)
+        queues = step.cluster.servers[message.server_id].queues
+        queues.progress(message.task_id, message.done_bytes / message.total_bytes, now=step.now)
         step.cluster.servers[message.server_id].view = None
 
 
@@ -45,15 +47,33 @@ def on_load_finished(step: Step, message: LoadFinished, reply_to: str | None) ->
     if instance is None or instance.load is not None or instance.record.task_id != message.task_id:
         return
     instance.load = message
-    _learn_transfers(step, message)
+    _learn_transfers(step, message.server_id, message.reports)
     if instance.state is not InstanceState.LOADING:
         return
     instance.progress_s = step.now
     instance.stage = WaitStage.BINDING
-    step.cluster.servers[message.server_id].queue.remove(message.task_id, now=step.now)
+    step.cluster.servers[message.server_id].queues.remove(message.task_id, now=step.now)
     step.cluster.servers[message.server_id].view = None
     if instance.ready_heard_s is not None:
         hear_ready(step, instance)
+
+
+def on_prefetch_ended(step: Step, message: PrefetchEnded, reply_to: str | None) -> None:
+    """Nobody waits for it here; its bandwidth is as good as that of a load, and people may want to know."""
+    _learn_transfers(step, message.server_id, message.reports)
+    if message.error is None:
+        step.tell(
+            ModelPrefetched(model_id=message.model_id, server_id=message.server_id, source_tier=message.source_tier)
+        )
+    else:
+        step.tell(
+            ModelPrefetchFailed(
+                model_id=message.model_id,
+                server_id=message.server_id,
+                code=message.error.code,
+                message=sentence(message.error),
+            )
+        )
 
 
 def on_load_ended(step: Step, message: LoadEnded, reply_to: str | None) -> None:
@@ -147,9 +167,9 @@ def _tell_failed(step: Step, instance: Instance, error: ErrorReply) -> None:
     )
 
 
-def _learn_transfers(step: Step, message: LoadFinished) -> None:
-    server = step.cluster.server(message.server_id, now=step.now)
-    for report in message.reports:
+def _learn_transfers(step: Step, server_id: str, reports: tuple[TierReport, ...]) -> None:
+    server = step.cluster.server(server_id, now=step.now)
+    for report in reports:
         if report.size_bytes > 0 and report.tier is not Tier.GPU:
             known = server.bandwidth(report.tier)
             record = observe_transfer(known, size_bytes=report.size_bytes, seconds=report.seconds)

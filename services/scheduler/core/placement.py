@@ -16,6 +16,8 @@ import msgspec
 from whimbrel.wire.messages import Tier
 
 from services.scheduler.core.estimates import Estimate, PathSpeed, estimate_load, seconds_to_load
+from services.scheduler.core.queues import NO_WAIT, PathWait
+from services.scheduler.core.residency import Resident
 
 
 class Refusal(StrEnum):
@@ -40,16 +42,15 @@ class IdleInstance:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerView:
     """What placement sees of a server. `used_bytes` is held by instances, idle ones included; `idle` is sorted, the
-    longest idle first; `residency` names the fastest tier that holds a model (id and digest), REMOTE being implied."""
+    longest idle first; `waits` are the queues of its paths, `residency` what it has of a checkpoint (id and digest)."""
 
     server_id: str
     capacity_bytes: int
     used_bytes: int
     free_slots: tuple[int, ...]
     idle: tuple[IdleInstance, ...]
-    running_ends_s: float
-    queued_s: float
-    residency: Mapping[tuple[str, str], Tier]
+    waits: Mapping[Tier, PathWait]
+    residency: Mapping[tuple[str, str], Resident]
     speeds: Mapping[Tier, PathSpeed]
 
     @property
@@ -57,10 +58,13 @@ class ServerView:
         """Whether a slot is free or could be at once."""
         return bool(self.free_slots or self.idle)
 
-    def queue_s(self, now: float) -> float:
-        """q"""
-        running_s = self.running_ends_s - now
-        return running_s + self.queued_s if running_s > 0.0 else self.queued_s
+    def way(self, task: Task, checkpoint: tuple[str, str]) -> Resident:
+        """From which tier the task's checkpoint would be loaded here, and the bytes to move."""
+        return self.residency.get(checkpoint) or Resident(Tier.REMOTE, task.size_bytes)
+
+    def queue_s(self, source: Tier, now: float) -> float:
+        """q of the path from `source`."""
+        return self.waits.get(source, NO_WAIT).queue_s(now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +182,8 @@ def _rank(
     evicted = () if is_easy else _evictions(server, size_bytes)
     if evicted is None:
         return None
-    speed = server.speeds[server.residency.get(checkpoint, Tier.REMOTE)]
-    cost_s = seconds_to_load(queue_s=server.queue_s(now), size_bytes=size_bytes, speed=speed)
+    tier, left_bytes = server.way(task, checkpoint)
+    cost_s = seconds_to_load(queue_s=server.queue_s(tier, now), size_bytes=left_bytes, speed=server.speeds[tier])
     for instance in evicted:
         cost_s += instance.reload_s
     return server.server_id in task.avoid, cost_s, len(evicted), server.server_id, server
@@ -193,11 +197,11 @@ def _candidate(server: ServerView, task: Task, now: float) -> Candidate:
     evicted = _evictions(server, task.size_bytes)
     if evicted is None:
         return Candidate(server_id=server.server_id, refusal=Refusal.NO_ROOM)
-    speed = server.speeds[server.residency.get(task.checkpoint, Tier.REMOTE)]
+    tier, left_bytes = server.way(task, task.checkpoint)
     return Candidate(
         server_id=server.server_id,
         slot=server.free_slots[0] if server.free_slots else evicted[0].slot,
-        estimate=estimate_load(queue_s=server.queue_s(now), size_bytes=task.size_bytes, speed=speed),
+        estimate=estimate_load(queue_s=server.queue_s(tier, now), size_bytes=left_bytes, speed=server.speeds[tier]),
         evict=tuple(instance.instance_id for instance in evicted),
         eviction_s=sum(instance.reload_s for instance in evicted),
         is_avoided=server.server_id in task.avoid,

@@ -12,7 +12,6 @@ from whimbrel.wire.messages import (
     GetModelsReply,
     GetRoutes,
     GetRoutesReply,
-    JobStatus,
     ModelSummary,
     ServerSummary,
     SlotSummary,
@@ -36,15 +35,7 @@ def on_get_job(step: Step, message: GetJob, reply_to: str | None) -> None:
     job = step.cluster.jobs.get(message.job_id)
     if job is None:
         raise JobNotFound(job_id=message.job_id)
-    status = JobStatus(
-        job_id=job.job_id,
-        model_id=job.model_id,
-        stage=job.record.job.stage,
-        done_bytes=job.done_bytes,
-        total_bytes=job.total_bytes,
-        error=job.record.job.error,
-    )
-    step.answer(reply_to, GetJobReply(job=status))
+    step.answer(reply_to, GetJobReply(job=job.status()))
 
 
 def on_get_routes(step: Step, message: GetRoutes, reply_to: str | None) -> None:
@@ -96,11 +87,15 @@ def _summarise(step: Step, model: Model) -> ModelSummary:
 def _residency(step: Step, model: Model) -> dict[str, Tier]:
     """The fastest tier per server that lives; GPU where an instance serves."""
     key = (model.model_id, model.record.checkpoint_digest)
-    residency = {server.server_id: server.residency.get(key) for server in step.cluster.live_servers()}
+    residency: dict[str, Tier] = {}
+    for server in step.cluster.live_servers():
+        resident = server.resident(key)
+        if resident is not None and resident.tier is not Tier.REMOTE:
+            residency[server.server_id] = resident.tier
     for instance in step.cluster.instances_of(model):
         if instance.state is not InstanceState.LOADING:
             residency[instance.record.server_id] = Tier.GPU
-    return {server_id: tier for server_id, tier in residency.items() if tier is not None}
+    return residency
 
 
 def _summarise_server(step: Step, server: Server) -> ServerSummary:
@@ -110,7 +105,7 @@ def _summarise_server(step: Step, server: Server) -> ServerSummary:
         is_alive=server.is_alive,
         last_seen_s=max(0.0, step.now - server.seen_s),
         slots=tuple(_summarise_slot(server.slots[k]) for k in sorted(server.slots)),
-        resident=known.resident if known else (),
+        resident=server.residency.models() if known else (),
         tasks=known.tasks if known else (),
         pool_size_bytes=known.pool_size_bytes if known else 0,
         pool_free_bytes=known.pool_free_bytes if known else 0,

@@ -1,12 +1,15 @@
-"""Owns the load queue of a server as the scheduler sees it: sequential, first in, first out; its drain time is q.
+"""Owns the load queues of a server as the scheduler sees them: first in, first out; the drain time of one is q.
 
-One load at a time per server (E4) makes q the sum of the estimates that are queued, plus what remains of the running
-one (E1). It is updated when a task is queued, progresses, completes or is cancelled (E5).
+One load at a time per shared path (E4) makes q the sum of the estimates that are queued there, plus what remains of the
+running one (E1). It is updated when a task is queued, progresses, completes or is cancelled (E5). What DRAM has crosses
+no shared path, so it waits for nobody.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from whimbrel.wire.messages import Tier
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,3 +74,45 @@ class LoadQueue:
 
     def _find(self, task_id: str) -> int | None:
         return next((k for k, task in enumerate(self._tasks) if task.task_id == task_id), None)
+
+
+@dataclass(frozen=True, slots=True)
+class PathWait:
+    """What a task that is queued on a path now would wait for; `running_ends_s` is a time, `queued_s` a duration."""
+
+    running_ends_s: float = 0.0
+    queued_s: float = 0.0
+
+    def queue_s(self, now: float) -> float:
+        """q"""
+        running_s = self.running_ends_s - now
+        return running_s + self.queued_s if running_s > 0.0 else self.queued_s
+
+
+NO_WAIT = PathWait()
+
+
+class PathQueues:
+    """The queues of the shared paths of one server, by the tier that their loads start from."""
+
+    def __init__(self) -> None:
+        self._queues = {Tier.REMOTE: LoadQueue(), Tier.SSD: LoadQueue()}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def enqueue(self, source: Tier, task_id: str, load_s: float, *, now: float) -> None:
+        if source in self._queues:
+            self._queues[source].enqueue(task_id, load_s, now=now)
+
+    def progress(self, task_id: str, done_share: float, *, now: float) -> None:
+        for queue in self._queues.values():
+            queue.progress(task_id, done_share, now=now)
+
+    def remove(self, task_id: str, *, now: float) -> None:
+        for queue in self._queues.values():
+            queue.remove(task_id, now=now)
+
+    def waits(self) -> dict[Tier, PathWait]:
+        """q of every path, as it can be worked out later."""
+        return {tier: PathWait(queue.running_ends_s, queue.queued_s) for tier, queue in self._queues.items()}

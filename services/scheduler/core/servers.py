@@ -11,7 +11,8 @@ from whimbrel.wire.records import BandwidthRecord
 from services.scheduler.core.bandwidth import prior
 from services.scheduler.core.estimates import PathSpeed, path_speeds
 from services.scheduler.core.placement import ServerView
-from services.scheduler.core.queues import LoadQueue
+from services.scheduler.core.queues import PathQueues
+from services.scheduler.core.residency import Residency, Resident
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,7 +48,7 @@ class Slot:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Server:
-    """A machine: its storage agent, its slots, its load queue and what was learned of its tiers.
+    """A machine: its storage agent, its slots, its load queues and what was learned of its tiers.
 
     `instances` are those whose bytes lie in its pool; `view` is what placement sees, None when out of date;
     `capacity_bytes` is the largest model that could be here: it passes through the SSD and stays in the pool.
@@ -58,10 +59,10 @@ class Server:
     is_alive: bool = False
     heartbeat: AgentHeartbeat | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
-    queue: LoadQueue = field(default_factory=LoadQueue)
+    queues: PathQueues = field(default_factory=PathQueues)
     bandwidths: dict[Tier, BandwidthRecord] = field(default_factory=dict)
     instances: dict[str, None] = field(default_factory=dict)
-    residency: dict[tuple[str, str], Tier] = field(default_factory=dict)
+    residency: Residency = field(default_factory=Residency)
     view: ServerView | None = None
     capacity_bytes: int = 0
     _speeds: dict[Tier, PathSpeed] | None = None
@@ -91,18 +92,17 @@ class Server:
         self.heartbeat = None
         self.capacity_bytes = 0
 
-    def hear(self, heartbeat: AgentHeartbeat) -> None:
-        """Take over what the agent says of itself: it is the truth about its tiers."""
+    def hear(self, heartbeat: AgentHeartbeat) -> bool:
+        """Take over what the agent says of itself: the truth about its tiers. False when some of it was missed."""
         if heartbeat.probe_bandwidth_bytes_per_s != self.probe_bytes_per_s:
             self._speeds = None
         self.heartbeat = heartbeat
         self.capacity_bytes = min(heartbeat.pool_size_bytes, heartbeat.ssd_size_bytes)
-        residency: dict[tuple[str, str], Tier] = {}
-        for resident in heartbeat.resident:
-            key = (resident.model_id, resident.checkpoint_digest)
-            if resident.tier is Tier.DRAM or key not in residency:
-                residency[key] = resident.tier
-        self.residency = residency
+        return self.residency.hear(heartbeat)
+
+    def resident(self, checkpoint: tuple[str, str]) -> Resident | None:
+        """What it has of a checkpoint (id and digest)."""
+        return self.residency.entries.get(checkpoint)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

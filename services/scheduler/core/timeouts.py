@@ -10,7 +10,7 @@ from whimbrel.wire.records import InstanceState
 from services.scheduler.core import heartbeats, jobs, lifecycle, loading, routers, scaling, waiting
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.models import Model, Reservation
-from services.scheduler.core.servers import Server, Slot
+from services.scheduler.core.servers import Server
 from services.scheduler.core.settings import FORGET_SERVER_S
 from services.scheduler.core.step import Step
 
@@ -50,19 +50,11 @@ def _lose_silent(step: Step) -> None:
             routers.forget_router(step, router)
     for slot in list(step.cluster.slots()):
         if slot.is_alive and slot.seen_s < oldest_s:
-            _lose_slot(step, slot)
+            heartbeats.lose_slot(step, slot)
     for server in list(step.cluster.servers.values()):
         if server.is_alive and server.seen_s < oldest_s:
             _lose_server(step, server)
         _forget_long_lost(step, server)
-
-
-def _lose_slot(step: Step, slot: Slot) -> None:
-    slot.is_alive = False
-    slot.occupant = None
-    step.cluster.touch(slot.server_id)
-    if slot.owner is not None:
-        heartbeats.lose_instance(step, step.cluster.instances[slot.owner], "its worker is gone")
 
 
 def _lose_server(step: Step, server: Server) -> None:

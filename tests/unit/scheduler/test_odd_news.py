@@ -5,7 +5,6 @@ from __future__ import annotations
 from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import Unavailable
 from whimbrel.wire.messages import (
-    AgentHeartbeat,
     CancelLoad,
     InferenceFinished,
     InferenceStarted,
@@ -16,7 +15,6 @@ from whimbrel.wire.messages import (
     LoadModel,
     LoadProgressed,
     Message,
-    ResidentModel,
     RouterHeartbeat,
     SchedulerHeartbeat,
     Tier,
@@ -27,7 +25,6 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core.placement import Placement
 from services.scheduler.core.ready import Arrived, ToAgent, UnloadRefused
 from tests.unit.scheduler.builders import a_cluster, became_ready, load_finished, place, served
 from tests.unit.scheduler.toy_peers import GB
@@ -183,34 +180,6 @@ def test_a_refused_unload_frees_only_those_who_waited_for_it() -> None:
     victim = cluster.controller.cluster.reservations["c"].waiting_for.copy().pop()
     cluster.deliver(UnloadRefused(instance_id=victim))
     assert list(cluster.controller.cluster.reservations) == ["d"]
-
-
-def test_an_agent_lists_the_fastest_tier_that_counts() -> None:
-    """C1: a model that is in DRAM is on the SSD as well."""
-    cluster = a_cluster("a")
-    key = {"model_id": "a", "checkpoint_digest": "digest-of-a", "size_bytes": GB // 4}
-    agent = cluster.kill_agent("s0")
-    heartbeat = AgentHeartbeat(
-        server_id="s0",
-        epoch=agent.epoch,
-        resident=(
-            ResidentModel(tier=Tier.SSD, **key),
-            ResidentModel(tier=Tier.DRAM, **key),
-            ResidentModel(tier=Tier.SSD, **key),
-        ),
-        tasks=(),
-        jobs=(),
-        attached=(),
-        pool_size_bytes=GB,
-        pool_free_bytes=GB,
-        ssd_size_bytes=GB,
-        ssd_used_bytes=0,
-        probe_bandwidth_bytes_per_s=0.0,
-    )
-    cluster.deliver(Arrived(message=heartbeat))
-    (decision,) = cluster.deliver(place("q1")).decisions
-    assert isinstance(decision, Placement)
-    assert decision.estimate.source_tier is Tier.DRAM
 
 
 def test_an_agent_that_is_not_there_is_told_nothing_twice() -> None:

@@ -20,6 +20,8 @@ from services.scheduler.core.placement import (
     Task,
     choose,
 )
+from services.scheduler.core.queues import PathWait
+from services.scheduler.core.residency import Resident
 
 GB = 10**9
 SPEEDS = {
@@ -45,9 +47,8 @@ def a_server(
         used_bytes=used_bytes + sum(instance.size_bytes for instance in idle),
         free_slots=free,
         idle=idle,
-        running_ends_s=NOW + queue_s / 2,
-        queued_s=queue_s / 2,
-        residency={} if tier is None else {("a", "d"): tier},
+        waits={tier or Tier.REMOTE: PathWait(NOW + queue_s / 2, queue_s / 2)},
+        residency={} if tier is None else {("a", "d"): Resident(tier, GB)},
         speeds=SPEEDS,
     )
 

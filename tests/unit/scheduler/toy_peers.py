@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from whimbrel.wire.codec import error_reply
-from whimbrel.wire.errors import Unavailable
+from whimbrel.wire.errors import Cancelled, Unavailable
 from whimbrel.wire.messages import (
     AgentHeartbeat,
+    CancelImport,
     CancelLoad,
     CancelPlacement,
     ErrorReply,
+    ImportEnded,
     ImportFinished,
     ImportModel,
     InferenceFinished,
@@ -65,7 +67,11 @@ class ToyAgent:
     jobs: list[ImportModel] = field(default_factory=list)
     finished: dict[str, ImportFinished] = field(default_factory=dict)
     errors: list[ErrorReply] = field(default_factory=list)
+    revoked: set[str] = field(default_factory=set)
+    import_s: float = 1.0
     is_alive: bool = True
+    told: dict[tuple[str, str], tuple[Tier, int]] = field(default_factory=dict)
+    version: int = 0
 
     def on(self, message: Message) -> None:
         match message:
@@ -79,8 +85,16 @@ class ToyAgent:
                 for task in [task for task in self.tasks if task.task_id == task_id]:
                     self._end(task, None)
             case ImportModel(job_id=job_id) if job_id not in self.finished:
-                self.jobs.append(message)
-                self.cluster.after(1.0, self, lambda: self._import(message))
+                if job_id in self.revoked:
+                    self._end_import(message)
+                else:
+                    self.jobs.append(message)
+                    self.cluster.after(self.import_s, self, lambda: self._import(message))
+            case CancelImport(job_id=job_id):
+                self.revoked.add(job_id)
+                for job in [job for job in self.jobs if job.job_id == job_id]:
+                    self.jobs.remove(job)
+                    self._end_import(job)
             case RemoveModel(model_id=model_id):
                 self.tiers = {key: value for key, value in self.tiers.items() if key[0] != model_id}
                 self.say(ModelRemoved(model_id=model_id, server_id=self.server_id))
@@ -97,10 +111,19 @@ class ToyAgent:
                 server_id=self.server_id,
                 epoch=self.epoch,
                 resident=tuple(
-                    ResidentModel(model_id=key[0], checkpoint_digest=key[1], tier=tier, size_bytes=size_bytes)
+                    ResidentModel(
+                        model_id=key[0],
+                        checkpoint_digest=key[1],
+                        tier=tier,
+                        size_bytes=size_bytes,
+                        dram_bytes=size_bytes if tier is Tier.DRAM else 0,
+                        ssd_bytes=size_bytes,
+                    )
                     for key, (tier, size_bytes) in self.tiers.items()
                 ),
+                residency_version=self._version(),
                 tasks=tuple(task.task_id for task in self.tasks),
+                running=tuple(task.task_id for task in self.tasks[:1]),
                 jobs=tuple(job.job_id for job in self.jobs),
                 attached=tuple(self.attached),
                 pool_size_bytes=self.pool_bytes,
@@ -110,6 +133,12 @@ class ToyAgent:
                 probe_bandwidth_bytes_per_s=1e9,
             )
         )
+
+    def _version(self) -> int:
+        if self.told != self.tiers:
+            self.told = dict(self.tiers)
+            self.version += 1
+        return self.version
 
     def _start(self) -> None:
         task = self.tasks[0]
@@ -179,7 +208,13 @@ class ToyAgent:
         if is_first and self.tasks:
             self._start()
 
+    def _end_import(self, job: ImportModel) -> None:
+        error = error_reply(Cancelled(what=f"import {job.job_id}"))
+        self.say(ImportEnded(job_id=job.job_id, model_id=job.model_id, server_id=self.server_id, error=error))
+
     def _import(self, job: ImportModel) -> None:
+        if job not in self.jobs:
+            return
         key = (job.model_id, f"digest-of-{job.source}")
         self.tiers[key] = (Tier.SSD, GB // 4)
         self.finished[job.job_id] = ImportFinished(

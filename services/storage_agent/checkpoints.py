@@ -10,7 +10,7 @@ import ckptio
 from ckptio.checkpoint import read_checkpoint
 from ckptio.manifest import INDEX_FILE, digest_of, partition_file
 
-from services.storage_agent.core.residency import CheckpointKey
+from services.storage_agent.core.chunks import CheckpointKey, Layout
 
 # Parsed indexes kept in memory. One of 4,000 tensors is a few MB, so this is some hundred MB at the very worst.
 CHECKPOINTS_OPEN_MAX = 64
@@ -34,6 +34,13 @@ def checkpoint_digest(manifest: ckptio.Manifest) -> str:
     parts = [manifest.index_digest]
     parts += sorted(f"{file.name}\0{file.size_bytes}\0{file.digest}" for file in manifest.files)
     return digest_of("\n".join(parts).encode())
+
+
+def layout_of(index: ckptio.Index) -> Layout:
+    """How the checkpoint is cut up."""
+    return Layout(
+        partition_bytes=tuple(part.padded_bytes for part in index.partitions), chunk_size_bytes=index.chunk_size_bytes
+    )
 
 
 def footprint_bytes(manifest: ckptio.Manifest) -> int:
@@ -72,7 +79,8 @@ class OpenCheckpoints:
         self._open.pop(key, None)
 
 
-def open_checkpoint(key: CheckpointKey, path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, model_id: str) -> Checkpoint:
     """Parse the small files of `path`; raises ckptio's errors and OSError. Blocking: milliseconds for big indexes."""
     manifest, index = read_checkpoint(path)
+    key = CheckpointKey(model_id=model_id, checkpoint_digest=checkpoint_digest(manifest))
     return Checkpoint(key=key, path=path, manifest=manifest, index=index)

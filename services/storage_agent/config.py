@@ -20,9 +20,10 @@ class AgentConfig:
     """Read from WB_<FIELD>. `ssd_bytes` and `pool_bytes` are the budgets of the SSD and DRAM tiers.
 
     `chunk_size_bytes` must be that of the checkpoints, whose digests are per chunk. A load waits `attach_s_max` for its
-    worker: one that is killed is back in a few seconds, one that needs longer is not coming. At start `probe_bytes` are
-    written and read to learn the SSD's speed: past the start of a disk's ramp, yet 0.7 s at 100 MB/s. Imports from a hub
-    or a URL, and those for an object store, are prepared in `staging_dir`; by default a hidden directory in `ssd_dir`.
+    worker: one that is killed is back in a few seconds, one that needs longer is not coming. A load in which no byte
+    moved for `stall_s_max` is given up. At start `probe_bytes` are written and read to learn the SSD's speed: past the
+    start of a disk's ramp, yet 0.7 s at 100 MB/s. Imports from a hub or a URL, and those for an object store, are
+    prepared in `staging_dir`; by default a hidden directory in `ssd_dir`.
     """
 
     server_id: str
@@ -34,6 +35,7 @@ class AgentConfig:
     chunk_size_bytes: int = 16 * MIB
     reader_threads: int = 4
     attach_s_max: float = 30.0
+    stall_s_max: float = 60.0
     probe_bytes: int = 64 * MIB
     staging_dir: Path | None = None
     nats_url: str = "nats://127.0.0.1:4222"
@@ -54,6 +56,9 @@ class AgentConfig:
             raise ConfigError("WB_POOL_BYTES", reason)
         if self.ssd_bytes <= 0:
             raise ConfigError("WB_SSD_BYTES", f"{self.ssd_bytes} is no budget; give it a positive size")
+        for name in ("attach_s_max", "stall_s_max"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"WB_{name.upper()}", f"{getattr(self, name)} is no time to wait; give seconds")
         if not 1 <= self.reader_threads <= READER_THREADS_MAX:
             raise ConfigError("WB_READER_THREADS", f"{self.reader_threads} is not in 1 to {READER_THREADS_MAX}")
 

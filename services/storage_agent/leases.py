@@ -64,6 +64,10 @@ class LeaseFiles:
         os.close(self._descriptors.pop(instance_id))
         return True
 
+    def forget_chunks(self, instance_id: str) -> None:
+        """The instance needs no chunks any more; its lease tells of its life only."""
+        os.ftruncate(self._descriptors[instance_id], 0)
+
     def close(self) -> None:
         """Let go of every file; workers keep their locks, and the names stay until the pool is retired."""
         while self._descriptors:

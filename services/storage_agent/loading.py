@@ -1,7 +1,7 @@
-"""Owns the run of a load task: bytes from the fastest tier that has them into the pool, and the instance they are for.
+"""Owns the run of a load task: bytes from the fastest tiers that have them, and the instance they are for.
 
-Reading starts at the moment the worker is asked to map the chunks, so that mapping and binding are hidden by it (L6).
-What DRAM holds already is not read at all. Failures are typed, and leave nothing behind but what is whole.
+Reading starts at the moment the worker is asked to attach, so that mapping and binding are hidden by it (L6). What DRAM
+holds already is not read at all. Failures are typed, and leave nothing behind but what is good.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ckptio
 import structlog
-from ckptio.manifest import partition_file
 from whimbrel.chassis.bus import Bus
 from whimbrel.wire.codec import pack_tokens
 from whimbrel.wire.errors import Cancelled, Conflict, InternalError, LoadFailed, Unavailable, WhimbrelError
 from whimbrel.wire.messages import (
-    ActivateInstance,
     AttachInstance,
     LoadEnded,
     LoadFinished,
@@ -29,286 +27,277 @@ from whimbrel.wire.messages import (
 )
 
 from services.storage_agent import metrics
-from services.storage_agent.checkpoints import Checkpoint
 from services.storage_agent.config import AgentConfig
-from services.storage_agent.core.path import reports, source_tier
-from services.storage_agent.core.residency import CheckpointKey, DramCopy
+from services.storage_agent.core.path import Crossed, reports
+from services.storage_agent.core.residency import DramCopy
 from services.storage_agent.core.tasks import LoadTask, TaskEvent
+from services.storage_agent.filling import Filling, Step
+from services.storage_agent.fillings import Fillings
+from services.storage_agent.gpu_copies import GpuCopies
 from services.storage_agent.outcomes import load_ended
-from services.storage_agent.progress import Progress
-from services.storage_agent.threads import Threads
+from services.storage_agent.paths import Paths
+from services.storage_agent.progress import tell_changes
+from services.storage_agent.slots import Slots
 from services.storage_agent.tiers import Tiers
 from services.storage_agent.workers import Workers
 
 log = structlog.get_logger()
 
-# What says that a copy is damaged, rather than that something is away.
-DAMAGE = (ckptio.CorruptCheckpoint, ckptio.TruncatedCheckpoint, ckptio.MissingFile, ckptio.UnsupportedFormat, OSError)
+# How many bytes are done, of how many.
+Bytes = tuple[WaitStage, int, int]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Run:
+class LoadRun:
     """What a running load has done so far, and so what has to be undone when it fails."""
 
     task: LoadTask
-    key: CheckpointKey
-    source: Tier
-    progress: Progress[WaitStage]
     error: WhimbrelError | None
     copy: DramCopy | None = None
-    is_leased: bool = False
-    seconds: dict[Tier, float] = field(default_factory=dict)
+    filling: Filling | None = None
+    source: Tier = Tier.DRAM
+    is_lent: bool = False
+    copied: Crossed | None = None
+
+    @property
+    def holder(self) -> str:
+        """The name under which the task holds chunks."""
+        return f"task {self.task.task_id}"
+
+    def done(self) -> Bytes:
+        """For progress: what the filling says, or nothing to do when DRAM had it all."""
+        if self.filling is None:
+            return (WaitStage.QUEUED if self.copy is None else WaitStage.BINDING, 0, 0)
+        return (self.filling.stage, self.filling.done_bytes, self.filling.total_bytes)
 
 
 class Loading:
-    """Runs load tasks. The caller sees to it that it is one at a time (E4)."""
+    """Runs load tasks, several at once: each waits for its turns on the paths that it needs (E4)."""
 
     def __init__(
-        self, config: AgentConfig, bus: Bus, tiers: Tiers, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: AgentConfig,
+        bus: Bus,
+        tiers: Tiers,
+        *,
+        fillings: Fillings,
+        paths: Paths,
+        slots: Slots,
+        agent_epoch: int,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._bus = bus
         self._tiers = tiers
+        self._fillings = fillings
+        self._paths = paths
+        self._slots = slots
+        self._agent_epoch = agent_epoch
+        self._on_change = on_change
         self._clock = clock
         self._workers = Workers(bus, server_id=config.server_id, away_s_max=config.attach_s_max, clock=clock)
-        self._reader = ckptio.Reader(config.reader_threads)
-        # Reading blocks a thread of ours while the reader's own threads work.
-        self._thread = Threads(1, "agent-reader")
-        self._work: asyncio.Task[None] | None = None
+        self._copies = GpuCopies(tiers.pool)
+        self._runs: dict[str, LoadRun] = {}
 
     def close(self) -> None:
-        self._thread.close()
-        self._reader.close()
+        self._copies.close()
 
-    def cancel(self) -> None:
-        """Stop the running task, which was asked to, between two chunks."""
-        if self._work is not None:
-            self._work.cancel()
+    def run_of(self, task_id: str) -> LoadRun | None:
+        """How far a task is, while it runs or waits."""
+        return self._runs.get(task_id)
 
     async def run(self, task: LoadTask) -> LoadFinished | LoadEnded:
-        """Run a task to its end; the answer is for the scheduler. Only a cancellation of the caller is raised."""
-        key = CheckpointKey(model_id=task.model_id, checkpoint_digest=task.checkpoint_digest)
-        self._tiers.confirm_ssd(key)
-        source = source_tier(self._tiers.residency, key)
+        """Run a task to its end; the answer is for the scheduler. Cancelled because it was asked to, it ends so; any
+        other cancellation is raised."""
         # A task that is stopped before it says anything was cancelled.
-        error = Cancelled(what=f"load {task.task_id}")
-        run = _Run(task=task, key=key, source=source, progress=Progress(WaitStage.QUEUED), error=error)
-        started_s = self._clock()
+        run = self._runs[task.task_id] = LoadRun(task=task, error=Cancelled(what=f"load {task.task_id}"))
+        telling = asyncio.create_task(tell_changes(run.done, lambda latest: self._tell(task, *latest)))
         try:
-            async with asyncio.TaskGroup() as group:
-                telling = group.create_task(run.progress.tell(lambda *latest: self._tell(task, *latest)))
-                self._work = group.create_task(self._perform(run))
-                await asyncio.wait([self._work])
-                telling.cancel()
+            await self._perform(run)
+        except asyncio.CancelledError:
+            if not task.is_cancel_requested:
+                raise
         finally:
-            self._work = None
+            telling.cancel()
             await self._clean_up(run)
-        total_s = self._clock() - started_s
-        if run.error is not None:
-            return self._failed(run, run.error)
-        return self._finished(run, total_s)
+            del self._runs[task.task_id]
+        total_s = self._clock() - (task.started_s or task.queued_s)
+        return self._finished(run, total_s) if run.error is None else self._failed(run, run.error)
 
-    async def _perform(self, run: _Run) -> None:
+    async def _perform(self, run: LoadRun) -> None:
         """All of a load; whatever ends it early becomes `run.error`."""
         try:
-            await self._load(run)
+            async with self._paths.slot(run.task.slot):
+                await self._load(run)
             run.error = None
-        except WhimbrelError as error:
-            run.error = error
-        except ckptio.CkptioError as error:
-            run.error = LoadFailed(model_id=run.task.model_id, reason=str(error))
-        except OSError as error:  # a full or failing disk is this server's trouble, not the checkpoint's
-            run.error = Unavailable(what=f"storage of server {self._config.server_id} ({error})")
-        except Exception:  # the top of a task: a load that fails in an unknown way must not take the server with it
-            log.exception("load_crashed", task_id=run.task.task_id, model_id=run.task.model_id)
-            run.error = InternalError(service=f"storage agent {self._config.server_id}")
+        except ExceptionGroup as failures:
+            run.error = self._explain(run, failures.exceptions[0])
+        except Exception as failure:  # the top of a task: one load must not take the server with it
+            run.error = self._explain(run, failure)
 
-    async def _load(self, run: _Run) -> None:
+    def _explain(self, run: LoadRun, error: Exception) -> WhimbrelError:
+        if isinstance(error, WhimbrelError):
+            return error
+        if isinstance(error, ckptio.DeviceError):  # of this server, not of the checkpoint
+            return Unavailable(what=f"GPU of slot {self._config.server_id}/{run.task.slot} ({error})")
+        if isinstance(error, ckptio.CkptioError):
+            return LoadFailed(model_id=run.task.key.model_id, reason=str(error))
+        log.error("load_crashed", task_id=run.task.task_id, model_id=run.task.key.model_id, exc_info=error)
+        return InternalError(service=f"storage agent {self._config.server_id}")
+
+    async def _load(self, run: LoadRun) -> None:
         task, tiers = run.task, self._tiers
-        started_s = self._clock()
-        tiers.check_capacity(run.key, task.size_bytes)
-        if run.source is Tier.REMOTE:
-            await self._fetch(run, TaskEvent.FETCH_STARTED)
-        run.copy = tiers.residency.find(run.key)
-        checkpoint = None
-        if run.copy is not None:
-            tiers.begin_load(run.copy)
-        else:
-            checkpoint = await self._open(run)
-            run.copy = await tiers.reserve(checkpoint)
+        tiers.check_capacity(task.key, task.size_bytes)
+        tiers.confirm_ssd(task.key)
+        if tiers.lending.is_lent(task.instance_id):
+            raise Conflict(reason=f"instance {task.instance_id} still holds the lease of an earlier load; try again")
+        copy = await self._copy(run)
         task.on(TaskEvent.CHUNKS_RESERVED)
-        damage = await self._attach_and_read(run, run.copy, checkpoint)
-        if damage is not None:
-            await self._replace(run, run.copy, damage)
+        await self._attach_and_fill(run, copy)
         task.on(TaskEvent.BYTES_ARRIVED)
-        await self._workers.ask(task.slot, ActivateInstance(instance_id=task.instance_id))
+        await self._workers.activate(task.slot, task.instance_id)
         task.on(TaskEvent.WORKER_ACTIVATED)
-        if run.source is Tier.DRAM:
-            run.seconds[Tier.DRAM] = self._clock() - started_s
 
-    # --- REMOTE → SSD ---
+    async def _copy(self, run: LoadRun) -> DramCopy:
+        """The DRAM copy with a place for every chunk, held for the task: whole, or while a filling fills it."""
+        task, tiers = run.task, self._tiers
+        copy = tiers.residency.find(task.key)
+        if copy is not None and copy.is_whole:
+            tiers.hold(copy, run.holder)
+            self._start(task)
+        else:
+            run.filling = self._fillings.join(task.key, Tier.DRAM, run.holder)
+            await run.filling.until(Step.STARTED)
+            self._start(task)
+            await run.filling.until(Step.PLACED)
+            copy = run.filling.copy
+            assert copy is not None, "that is what PLACED means"
+        run.copy = copy
+        return copy
 
-    async def _fetch(self, run: _Run, event: TaskEvent) -> None:
-        run.task.on(event)
-        run.source = Tier.REMOTE
-        run.progress.set(WaitStage.FETCHING)
+    def _start(self, task: LoadTask) -> None:
+        task.start(self._clock())
+        self._on_change()
+
+    # --- the worker ---
+
+    async def _attach_and_fill(self, run: LoadRun, copy: DramCopy) -> None:
+        """Both at once; on GPUs the bytes go on as they come, as soon as the worker has memory for them."""
+        task, filling = run.task, run.filling
         started_s = self._clock()
-        await self._tiers.fetch(run.key, lambda done, total: run.progress.set(WaitStage.FETCHING, done, total))
-        run.seconds[Tier.REMOTE] = self._clock() - started_s
+        devices = await self._devices(task, copy)
+        async with asyncio.TaskGroup() as group:
+            attached = group.create_task(self._attach(run, copy, devices))
+            if filling is not None:
+                group.create_task(filling.until(Step.READY))
+            handles = await attached
+            if handles:
+                await self._copy_to_gpus(run, copy, devices, handles)
+        if run.copied is None and filling is None:
+            run.copied = Crossed(size_bytes=copy.layout.size_bytes, seconds=self._clock() - started_s)
 
-    async def _open(self, run: _Run) -> Checkpoint:
-        """The index of the SSD copy; a copy whose small files are damaged is fetched anew, once."""
-        try:
-            checkpoint = await self._tiers.checkpoint(run.key)
-        except DAMAGE as damage:
-            if run.source is Tier.REMOTE:
-                raise
-            await self._reject(run, damage)
-            await self._fetch(run, TaskEvent.FETCH_STARTED)
-            checkpoint = await self._tiers.checkpoint(run.key)
-        theirs, ours = checkpoint.index.chunk_size_bytes, self._config.chunk_size_bytes
-        if theirs != ours:
-            reason = f"its chunks have {theirs} bytes, those of the pool {ours}; deploy it again"
-            raise LoadFailed(model_id=run.key.model_id, reason=reason)
-        return checkpoint
+    async def _copy_to_gpus(
+        self, run: LoadRun, copy: DramCopy, devices: tuple[str, ...], handles: tuple[bytes, ...]
+    ) -> None:
+        checkpoint = await self._tiers.checkpoint(run.task.key)
+        async with self._copies.copying(checkpoint.index, copy, run.filling, devices, handles) as copier:
+            if run.filling is not None:
+                await run.filling.until(Step.READY)
+            report = await self._copies.finish(copier)
+        run.copied = Crossed(size_bytes=report.size_bytes, seconds=report.seconds)
+        self._tiers.lending.copied(run.task.instance_id)
 
-    async def _reject(self, run: _Run, damage: Exception) -> None:
-        log.warning("ssd_copy_rejected", model_id=run.key.model_id, reason=str(damage))
-        await self._tiers.reject(run.key)
+    async def _devices(self, task: LoadTask, copy: DramCopy) -> tuple[str, ...]:
+        """The device of each partition: that of its slot, or of the only one. Raises LoadFailed for another number."""
+        names = [await self._slots.device_of(slot, self._config.attach_s_max) for slot in task.slots]
+        count = len(copy.layout.partition_bytes)
+        if len(names) == 1 or "cpu" in names:
+            return (names[0],) * count
+        if len(names) != count:
+            reason = f"it has {count} partitions, and {len(names)} slots were given for them"
+            raise LoadFailed(model_id=task.key.model_id, reason=reason)
+        return tuple(names)
 
-    async def _replace(self, run: _Run, copy: DramCopy, damage: Exception) -> None:
-        """The SSD copy was bad: fetch it again and read that into the same chunks, once. The worker is attached by now,
-        so it does not see the directory change under it."""
-        await self._reject(run, damage)
-        await self._fetch(run, TaskEvent.COPY_REJECTED)
-        checkpoint = await self._tiers.checkpoint(run.key)
-        run.task.on(TaskEvent.COPY_REPLACED)
-        still = await self._read(run, copy, checkpoint)
-        if still is not None:
-            # The fetch verified every chunk, so it is this server's disk that damages them.
-            await self._reject(run, still)
-            raise still
-
-    # --- SSD → DRAM, and the worker ---
-
-    async def _attach_and_read(self, run: _Run, copy: DramCopy, checkpoint: Checkpoint | None) -> Exception | None:
-        """Both at once. Returns what damage the SSD copy has; raises everything else."""
-        if self._tiers.residency.leased(run.task.instance_id) is not None:
-            raise Conflict(reason=f"instance {run.task.instance_id} still maps chunks of an earlier load; try again")
-        lease_path = self._tiers.lease(copy, run.task.instance_id)
-        run.is_leased = True
+    async def _attach(self, run: LoadRun, copy: DramCopy, devices: tuple[str, ...]) -> tuple[bytes, ...]:
+        task, lending = run.task, self._tiers.lending
+        lease_path = lending.lend(copy, task.instance_id)
+        run.is_lent = True
         attach = AttachInstance(
-            instance_id=run.task.instance_id,
-            model_id=run.key.model_id,
-            agent_epoch=0,
-            checkpoint_path=str(self._tiers.path_of(run.key)),
+            instance_id=task.instance_id,
+            model_id=task.key.model_id,
+            agent_epoch=self._agent_epoch,
+            checkpoint_path=str(self._tiers.path_of(task.key)),
             pool_path=str(self._tiers.pool.path),
             lease_path=str(lease_path),
             chunk_size_bytes=self._config.chunk_size_bytes,
             partitions=tuple(
-                PartitionChunks(size_bytes=size_bytes, chunks=pack_tokens(chunks))
-                for size_bytes, chunks in zip(copy.partition_bytes, copy.partitions, strict=True)
+                PartitionChunks(size_bytes=size_bytes, chunks=pack_tokens(chunks), device=device)
+                for size_bytes, chunks, device in zip(
+                    copy.layout.partition_bytes, copy.partitions(), devices, strict=True
+                )
             ),
         )
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._attach(run, attach))
-                reading = group.create_task(self._read(run, copy, checkpoint))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return reading.result()
-
-    async def _attach(self, run: _Run, attach: AttachInstance) -> None:
-        await self._workers.ask(run.task.slot, attach)
-        if not self._tiers.is_mapped(run.task.instance_id):
-            # It attached to a former life of this agent, whose chunks nobody fills now, and took this for a repeat.
-            worker = f"worker {self._config.server_id}/{run.task.slot}, which holds chunks of an agent that is gone,"
+        handles = await self._workers.attach(task.slot, attach)
+        if not lending.is_held(task.instance_id):
+            worker = f"worker {self._config.server_id}/{task.slot}, which answered without taking the lease,"
             raise Unavailable(what=worker)
-        self._tiers.settle(run.task.instance_id)
-        run.task.on(TaskEvent.WORKER_ATTACHED)
-
-    async def _read(self, run: _Run, copy: DramCopy, checkpoint: Checkpoint | None) -> Exception | None:
-        """Fill the chunks, verified; nothing to do when DRAM has it. Returns damage, raises everything else."""
-        if checkpoint is None:
-            return None
-        started_s = self._clock()
-        cancel = ckptio.CancelToken()
-        try:
-            # Cancelled, the reader's threads have to stop before the chunks that they fill are given away.
-            await self._thread.run_until(cancel.cancel, self._read_blocking, run, copy, checkpoint, cancel)
-        except DAMAGE as damage:
-            return damage
-        run.seconds[Tier.SSD] = self._clock() - started_s
-        self._tiers.complete(copy)
-        return None
-
-    def _read_blocking(self, run: _Run, copy: DramCopy, checkpoint: Checkpoint, cancel: ckptio.CancelToken) -> None:
-        total_bytes = sum(copy.partition_bytes)
-        before_bytes = 0
-        for number, (partition, chunks) in enumerate(zip(checkpoint.index.partitions, copy.partitions, strict=True)):
-
-            def progress(done_bytes: int, before_bytes: int = before_bytes) -> None:
-                run.progress.set(WaitStage.LOADING, before_bytes + done_bytes, total_bytes)
-
-            self._reader.read(
-                self._tiers.pool,
-                checkpoint.path / partition_file(number),
-                chunks,
-                partition.padded_bytes,
-                digests=partition.digests,
-                # None: direct, but for chunks that are in the page cache already.
-                direct=None if self._tiers.probe.is_direct else False,
-                progress=progress,
-                cancel=cancel,
-            )
-            before_bytes += partition.padded_bytes
+        lending.settle(task.instance_id)
+        task.on(TaskEvent.WORKER_ATTACHED)
+        return handles
 
     # --- the end ---
 
-    async def _clean_up(self, run: _Run) -> None:
+    async def _clean_up(self, run: LoadRun) -> None:
         """Let go of what the task held; a worker that attached to a load that failed is told to let go as well."""
-        if run.is_leased and run.error is not None:
-            await self._workers.detach(run.task.slot, run.task.instance_id)
-            self._tiers.settle(run.task.instance_id)
-        if run.copy is not None:
-            self._tiers.end_load(run.copy)
-        self._tiers.use(run.key)
-        self._tiers.sweep()
+        task, lending = run.task, self._tiers.lending
+        if run.error is not None and run.is_lent:
+            await self._workers.detach(task.slot, task.instance_id)
+            lending.settle(task.instance_id)
+        if run.filling is not None:
+            run.source = run.filling.source_tier
+            self._fillings.leave(run.filling, run.holder)
+        elif run.copy is not None:
+            self._tiers.let_go(run.copy.copy_id, run.holder)
+        self._tiers.use(task.key)
+        lending.sweep()
 
-    def _failed(self, run: _Run, error: WhimbrelError) -> LoadEnded:
+    def _failed(self, run: LoadRun, error: WhimbrelError) -> LoadEnded:
         task = run.task
         is_cancelled = isinstance(error, Cancelled)
         task.on(TaskEvent.TASK_CANCELLED if is_cancelled else TaskEvent.TASK_FAILED)
         metrics.LOADS.labels(task.state, run.source).inc()
-        log.warning("load_ended", task_id=task.task_id, model_id=task.model_id, code=error.code, reason=str(error))
+        log.warning("load_ended", task_id=task.task_id, model_id=task.key.model_id, code=error.code, reason=str(error))
         return load_ended(task, self._config.server_id, error)
 
-    def _finished(self, run: _Run, total_s: float) -> LoadFinished:
-        task, copy = run.task, run.copy
-        assert copy is not None
-        crossed = reports(run.source, size_bytes=copy.size_bytes, seconds=run.seconds)
+    def _finished(self, run: LoadRun, total_s: float) -> LoadFinished:
+        task = run.task
+        crossed = {} if run.filling is None else dict(run.filling.crossed)
+        if run.copied is not None:
+            crossed[Tier.DRAM] = run.copied
+        told = reports(crossed)
         metrics.LOADS.labels(task.state, run.source).inc()
-        metrics.OVERHEAD_SECONDS.observe(max(0.0, total_s - sum(report.seconds for report in crossed)))
-        for report in crossed:
+        metrics.OVERHEAD_SECONDS.observe(max(0.0, total_s - sum(report.seconds for report in told)))
+        for report in told:
             metrics.TIER_BYTES.labels(report.tier).inc(report.size_bytes)
             metrics.TIER_SECONDS.labels(report.tier).observe(report.seconds)
         log.info(
             "load_finished",
             task_id=task.task_id,
-            model_id=task.model_id,
+            model_id=task.key.model_id,
             source_tier=run.source,
-            queue_s=round(task.queue_s, 4),
+            queue_s=round(task.queue_s(self._clock()), 4),
             total_s=round(total_s, 4),
-            **{f"{report.tier}_s": round(report.seconds, 4) for report in crossed},
+            **{f"{report.tier}_s": round(report.seconds, 4) for report in told},
         )
         return LoadFinished(
             task_id=task.task_id,
             instance_id=task.instance_id,
-            model_id=task.model_id,
+            model_id=task.key.model_id,
             server_id=self._config.server_id,
             source_tier=run.source,
-            queue_s=task.queue_s,
-            reports=crossed,
+            queue_s=task.queue_s(self._clock()),
+            reports=told,
         )
 
     async def _tell(self, task: LoadTask, stage: WaitStage, done_bytes: int, total_bytes: int) -> None:

@@ -1,7 +1,4 @@
-"""Owns the one path of a server: load commands come in, run one at a time in order, and their outcomes go out (E4, E5).
-
-Models are removed between two loads by the same loop, so that never two things move the files of a model.
-"""
+"""Owns the tasks of a server: load commands come in, run in their order, and their outcomes go out (E4, E5)."""
 
 from __future__ import annotations
 
@@ -11,15 +8,16 @@ from collections.abc import Callable
 
 import structlog
 from whimbrel.chassis.bus import Bus
-from whimbrel.wire.errors import Cancelled, QueueFull, Unavailable, WhimbrelError
+from whimbrel.wire.errors import QueueFull, Unavailable, WhimbrelError
 from whimbrel.wire.ids import check_model_id, check_service_id
-from whimbrel.wire.messages import LoadEnded, LoadFinished, LoadModel, Message, ModelRemoved, RemoveModel
+from whimbrel.wire.messages import LoadEnded, LoadFinished, LoadModel, LoadSummary, Message
 
 from services.storage_agent import metrics
-from services.storage_agent.core.tasks import LoadQueue, LoadTask
-from services.storage_agent.imports import ImportJobs
+from services.storage_agent.core.chunks import CheckpointKey
+from services.storage_agent.core.tasks import LoadTask, Tasks
 from services.storage_agent.loading import Loading
 from services.storage_agent.outcomes import Outcomes, load_ended
+from services.storage_agent.summaries import summarise
 from services.storage_agent.tiers import Tiers
 
 log = structlog.get_logger()
@@ -28,7 +26,7 @@ Outcome = LoadFinished | LoadEnded
 
 
 class LoadLoop:
-    """The load queue at work. `on_change` is called when `task_ids` changes."""
+    """Load tasks at work. `on_change` is called when `task_ids` or `running_ids` change."""
 
     def __init__(
         self,
@@ -37,31 +35,35 @@ class LoadLoop:
         bus: Bus,
         tiers: Tiers,
         loading: Loading,
-        imports: ImportJobs,
+        group: asyncio.TaskGroup,
         on_change: Callable[[], None],
     ) -> None:
         self._server_id = server_id
         self._bus = bus
         self._tiers = tiers
         self._loading = loading
-        self._imports = imports
+        self._group = group
         self._on_change = on_change
-        self._queue = LoadQueue()
+        self._tasks = Tasks()
+        self._working: dict[str, asyncio.Task[None]] = {}
         self._outcomes: Outcomes[Outcome] = Outcomes()
-        self._removals: dict[str, RemoveModel] = {}
-        self._work = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._is_draining = False
 
     def task_ids(self) -> tuple[str, ...]:
         """Running and waiting ones, in order."""
-        return tuple(task.task_id for task in self._queue.tasks())
+        return tuple(task.task_id for task in self._tasks.all())
+
+    def running_ids(self) -> tuple[str, ...]:
+        return tuple(task.task_id for task in self._tasks.all() if task.is_running)
+
+    def summaries(self) -> tuple[LoadSummary, ...]:
+        """What every task does, and how long the rest of it should take (E1)."""
+        return tuple(self._summary(task) for task in self._tasks.all())
 
     # --- commands ---
 
     async def load(self, command: LoadModel) -> None:
-        """Queue a load, or say again how it ended. Raises InvalidRequest for ids that could be paths."""
+        """Begin a load, or say again how it ended. Raises InvalidRequest for ids that could be paths."""
         check_model_id(command.model_id)
         check_service_id(command.instance_id)
         outcome = self._outcome_of(command)
@@ -71,115 +73,86 @@ class LoadLoop:
         task = LoadTask(
             task_id=command.task_id,
             instance_id=command.instance_id,
-            model_id=command.model_id,
-            checkpoint_digest=command.checkpoint_digest,
+            key=CheckpointKey(model_id=command.model_id, checkpoint_digest=command.checkpoint_digest),
             size_bytes=command.size_bytes,
-            slot=command.slots[0],
+            slots=command.slots,
             queued_s=time.monotonic(),
         )
         if self._is_draining:
             await self._say(load_ended(task, self._server_id, self._away()))
             return
         try:
-            is_new = self._queue.add(task)
+            is_new = self._tasks.add(task)
         except QueueFull as error:
             await self._say(load_ended(task, self._server_id, error))
             return
         if is_new:
-            self.keep(task.model_id)
-            self._work.set()
-            self._on_change()
+            self._working[task.task_id] = self._group.create_task(self._run(task))
+            self._changed()
+            # A task that is cancelled before its first step would never say how it ended.
+            await asyncio.sleep(0)
 
     async def cancel(self, task_id: str) -> None:
-        """End a load that waits now, one that runs between two chunks; nothing happens when it is not here."""
-        running = self._queue.running
-        was_asked = running is not None and running.is_cancel_requested
-        task = self._queue.cancel(task_id)
-        if task is None:
-            return
-        if task is not running:
-            outcome = load_ended(task, self._server_id, Cancelled(what=f"load {task_id}"))
-            self._outcomes.remember(task_id, outcome)
-            await self._say(outcome)
-            self._on_change()
-        elif not was_asked:
-            self._loading.cancel()
+        """End a load, between two chunks when it runs; nothing happens when it is not here."""
+        task = self._tasks.find(task_id)
+        if task is not None and not task.is_cancel_requested:
+            task.is_cancel_requested = True
+            self._working[task_id].cancel()
 
-    async def remove(self, command: RemoveModel) -> None:
-        """Stop what works on a model, then remove it as soon as the path is free."""
-        model_id = check_model_id(command.model_id)
-        known = self._removals.get(model_id)
-        if known is None or not known.remove_from_repository:
-            self._removals[model_id] = command
-        self._imports.stop(model_id)
-        for task in self._queue.tasks():
-            if task.model_id == model_id:
+    async def stop(self, model_id: str) -> None:
+        """Cancel every load of a model, and return when they have let go of everything."""
+        working = [self._working[task.task_id] for task in self._tasks.all() if task.key.model_id == model_id]
+        for task in self._tasks.all():
+            if task.key.model_id == model_id:
                 await self.cancel(task.task_id)
-        self._work.set()
-
-    def keep(self, model_id: str) -> None:
-        """The model is wanted again: a newer command counts more than a removal that waits."""
-        self._removals.pop(model_id, None)
-
-    def sweep(self) -> None:
-        """End the leases that no worker holds; what waited for one goes on."""
-        self._tiers.sweep()
-        if self._removals:
-            self._work.set()
+        if working:
+            await asyncio.wait(working)
 
     async def drain(self) -> None:
-        """The running load ends; those that wait are for another server."""
+        """The running loads end; those that wait are for another server."""
         self._is_draining = True
-        for task in self._queue.tasks():
-            if task is not self._queue.running:
-                self._queue.cancel(task.task_id)
-                await self._say(load_ended(task, self._server_id, self._away()))
-        await self._idle.wait()
+        for task in self._tasks.all():
+            if not task.is_running:
+                await self.cancel(task.task_id)
+        if self._working:
+            await asyncio.wait(list(self._working.values()))
 
-    # --- the loop ---
+    # --- the run of a task ---
 
-    async def run(self) -> None:
-        """Work until cancelled."""
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            self._idle.clear()
-            await self._remove_models()
-            while (task := self._queue.start_next(now=time.monotonic())) is not None:
-                await self._run_load(task)
-                await self._remove_models()
-            self._idle.set()
-
-    async def _run_load(self, task: LoadTask) -> None:
-        metrics.QUEUE_TASKS.set(len(self._queue.tasks()))
-        self._on_change()
-        outcome = await self._loading.run(task)
-        self._queue.release(task)
+    async def _run(self, task: LoadTask) -> None:
+        try:
+            outcome = await self._loading.run(task)
+        finally:
+            del self._working[task.task_id]
+        self._tasks.remove(task)
+        if self._is_draining and isinstance(outcome, LoadEnded):
+            outcome = load_ended(task, self._server_id, self._away())
         self._outcomes.remember(task.task_id, outcome)
         await self._say(outcome)
-        metrics.QUEUE_TASKS.set(len(self._queue.tasks()))
-        self._on_change()
+        self._changed()
 
-    async def _remove_models(self) -> None:
-        """Remove every copy of the models that have to go; said when there is none left, leased ones included."""
-        for model_id, command in list(self._removals.items()):
-            try:
-                await self._imports.stopped(model_id)
-                await self._tiers.remove_model(model_id, from_repository=command.remove_from_repository)
-            except OSError as error:
-                log.warning("removal_failed", model_id=model_id, reason=str(error))
-                continue
-            if self._removals.get(model_id) is command and not self._tiers.holds(model_id):
-                del self._removals[model_id]
-                log.info("model_removed", model_id=model_id)
-                await self._say(ModelRemoved(model_id=model_id, server_id=self._server_id))
+    def _summary(self, task: LoadTask) -> LoadSummary:
+        run = self._loading.run_of(task.task_id)
+        return summarise(
+            None if run is None else run.filling,
+            task_id=task.task_id,
+            instance_id=task.instance_id,
+            model_id=task.key.model_id,
+            size_bytes=task.size_bytes,
+            running_s=None if task.started_s is None else time.monotonic() - task.started_s,
+            probe_bytes_per_s=self._tiers.probe.bandwidth_bytes_per_s,
+        )
 
     def _outcome_of(self, command: LoadModel) -> Outcome | None:
         """How this load ended, when it did and that still holds."""
         outcome = self._outcomes.get(command.task_id)
-        if isinstance(outcome, LoadFinished) and command.instance_id not in self._tiers.attached():
+        if isinstance(outcome, LoadFinished) and command.instance_id not in self._tiers.lending.attached():
             return None  # its worker was lost since then
         return outcome
+
+    def _changed(self) -> None:
+        metrics.QUEUE_TASKS.set(len(self._tasks))
+        self._on_change()
 
     def _away(self) -> Unavailable:
         return Unavailable(what=f"storage agent {self._server_id} (it is shutting down)")

@@ -13,4 +13,5 @@ POOL_USED_BYTES = gauge("whimbrel_agent_pool_used_bytes", "Bytes of the chunk po
 SSD_USED_BYTES = gauge("whimbrel_agent_ssd_used_bytes", "Bytes of checkpoints in the SSD directory")
 EVICTIONS = counter("whimbrel_agent_evictions_total", "Checkpoints evicted to make room, by tier", ["tier"])
 COPIES_REJECTED = counter("whimbrel_agent_copies_rejected_total", "SSD copies that were corrupt when read")
+CHUNKS_REJECTED = counter("whimbrel_agent_chunks_rejected_total", "SSD chunks that were corrupt, and fetched again")
 IMPORTS = counter("whimbrel_agent_imports_total", "Import jobs that ended, by outcome", ["outcome"])

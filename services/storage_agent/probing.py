@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ckptio
+from whimbrel.wire.errors import Unavailable
 
 from services.storage_agent.ssd import PARTIAL_PREFIX
 
@@ -25,15 +26,23 @@ BUFFERED_GAIN_MIN = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """`bandwidth_bytes_per_s` is a first guess until loads have been observed (E6)."""
+    """What reading the SSD gave, both ways; the better one is how loads read. Zero when nothing was measured."""
 
-    bandwidth_bytes_per_s: float
-    is_direct: bool
+    direct_bytes_per_s: float = 0.0
+    buffered_bytes_per_s: float = 0.0
+    is_direct: bool = True
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """The device's ceiling as loads can reach it: a first guess until loads have been observed (E6)."""
+        return self.direct_bytes_per_s if self.is_direct else self.buffered_bytes_per_s
 
 
 def probe_ssd(directory: Path, pool: ckptio.ChunkPool, chunk_size_bytes: int, threads: int, size_bytes: int) -> Probe:
     """Write a file of about `size_bytes` to `directory`, read it into free chunks of `pool` both ways, remove it."""
-    chunk_count = max(1, min(size_bytes // chunk_size_bytes, pool.free_chunks))
+    chunk_count = min(max(1, size_bytes // chunk_size_bytes), pool.free_chunks)
+    if not chunk_count:
+        raise Unavailable(what="a measurement of the SSD (every chunk of the pool is in use)")
     size_bytes = chunk_count * chunk_size_bytes
     path = directory / f"{PARTIAL_PREFIX}probe"
     chunks = pool.allocate(chunk_count)
@@ -56,7 +65,9 @@ def probe_ssd(directory: Path, pool: ckptio.ChunkPool, chunk_size_bytes: int, th
 def choose(size_bytes: int, *, direct_s: float, buffered_s: float) -> Probe:
     """Direct reads, unless buffered ones are faster by more than BUFFERED_GAIN_MIN."""
     is_direct = direct_s < buffered_s * BUFFERED_GAIN_MIN
-    return Probe(bandwidth_bytes_per_s=size_bytes / (direct_s if is_direct else buffered_s), is_direct=is_direct)
+    return Probe(
+        direct_bytes_per_s=size_bytes / direct_s, buffered_bytes_per_s=size_bytes / buffered_s, is_direct=is_direct
+    )
 
 
 def _write(path: Path, size_bytes: int) -> None:

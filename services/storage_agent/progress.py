@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from whimbrel.wire.errors import WhimbrelError
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 # A bar looks alive at five a second; more only costs messages.
 PROGRESS_S = 0.2
@@ -30,14 +31,21 @@ class Progress(Generic[S]):
         return self._latest[0]
 
     async def tell(self, publish: Callable[[S, int, int], Awaitable[None]]) -> None:
-        """Publish what is new, until cancelled. Work that is over before the first pause says nothing."""
-        told = self._latest
-        while True:
-            await asyncio.sleep(PROGRESS_S)
-            if self._latest is told:
-                continue
-            told = self._latest
-            try:
-                await publish(*told)
-            except WhimbrelError:  # the next one says more
-                continue
+        """Publish what is new, until cancelled."""
+        await tell_changes(lambda: self._latest, lambda latest: publish(*latest))
+
+
+async def tell_changes(read: Callable[[], T], publish: Callable[[T], Awaitable[None]]) -> None:
+    """Publish what `read` gives whenever it is new, until cancelled. Work that is over before the first pause says
+    nothing."""
+    told = read()
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        latest = read()
+        if latest == told:
+            continue
+        told = latest
+        try:
+            await publish(told)
+        except WhimbrelError:  # the next one says more
+            continue

@@ -5,31 +5,44 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 from whimbrel.chassis.bus import Bus, NatsBus, Received, Subscription
 from whimbrel.chassis.heartbeat import Heart
-from whimbrel.wire.errors import ProtocolError, StaleEpoch
+from whimbrel.wire.codec import error_reply
+from whimbrel.wire.errors import WhimbrelError
 from whimbrel.wire.messages import (
-    Ack,
     AgentHeartbeat,
-    CancelLoad,
-    ImportModel,
-    LoadModel,
-    RemoveModel,
+    MeasureStorage,
     SchedulerHeartbeat,
+    Tier,
+    WorkerExited,
     WorkerHeartbeat,
 )
 
+from services.storage_agent.commands import Commands
 from services.storage_agent.config import AgentConfig
+from services.storage_agent.core.chunks import CheckpointKey
+from services.storage_agent.core.news import ResidencyNews
+from services.storage_agent.fetch import Source
+from services.storage_agent.filling import Filling
+from services.storage_agent.fillings import Fillings
 from services.storage_agent.imports import ImportJobs
 from services.storage_agent.loading import Loading
 from services.storage_agent.loop import LoadLoop
+from services.storage_agent.paths import Paths
+from services.storage_agent.prefetching import Prefetching
+from services.storage_agent.presence import Presence
+from services.storage_agent.removals import Removals
+from services.storage_agent.repository import Repository
+from services.storage_agent.slots import Slots
+from services.storage_agent.ssd_reads import SsdReads
 from services.storage_agent.tiers import Tiers
 
 log = structlog.get_logger()
 
-# How often leases are tested when nobody says anything: a worker that was killed says nothing.
+# How often leases are tested when nobody says anything: a worker that lets go without a word is noticed by this.
 SWEEP_S = 1.0
 
 
@@ -38,37 +51,47 @@ class _Parts:
     """What there is once the agent has started."""
 
     bus: Bus
+    commands: Commands
     imports: ImportJobs
+    fillings: Fillings
+    reads: SsdReads
     loading: Loading
     loop: LoadLoop
+    removals: Removals
+    presence: Presence
     heart: Heart
 
 
 class StorageAgentService:
-    """The storage agent of one server. `bus` is given by tests; otherwise it connects to NATS."""
+    """The storage agent of one server. `bus` and `repository` are given by tests; otherwise it connects to NATS and to
+    what the configuration names."""
 
     name = "storage_agent"
 
-    def __init__(self, config: AgentConfig, *, bus: Bus | None = None) -> None:
+    def __init__(self, config: AgentConfig, *, bus: Bus | None = None, repository: Repository | None = None) -> None:
         self.config = config
-        self.tiers = Tiers(config, on_change=self._beat)
+        self.tiers = Tiers(config, on_change=self._beat, repository=repository)
         self._given_bus = bus
         self._epoch = time.time_ns()
-        self._scheduler_epoch = 0
+        self._news = ResidencyNews()
+        self._paths = Paths()
+        self._slots = Slots()
         self._subscriptions: list[Subscription] = []
-        self._is_draining = False
         self._started: _Parts | None = None
+        self._group: asyncio.TaskGroup | None = None
 
     async def start(self, group: asyncio.TaskGroup) -> None:
         """Rebuild the tiers, then connect; until then nobody hears of this server."""
         config = self.config
+        self._group = group
         await self.tiers.open()
         bus = self._given_bus or await NatsBus.connect(
             config.nats_url, cluster=config.cluster, name=f"storage_agent/{config.server_id}"
         )
-        parts = self._started = self._assemble(bus)
+        parts = self._started = self._assemble(bus, group)
+        await parts.presence.start()
         await self.tiers.threads.run(parts.imports.remove_leftovers)
-        for work in (parts.heart.run(), parts.loop.run(), parts.imports.run(), self._sweep_forever()):
+        for work in (parts.heart.run(), parts.removals.run(), parts.imports.run(), self._sweep_forever()):
             group.create_task(work)
         subjects = bus.subjects
         self._subscriptions = [
@@ -78,16 +101,19 @@ class StorageAgentService:
         ]
 
     async def drain(self) -> None:
-        """No new work; the running load ends. Imports are left to another agent: they can take long."""
-        self._is_draining = True
+        """No new work; the running loads end. Imports are left to another agent: they can take long."""
+        self._parts.commands.is_draining = True
         await self._parts.loop.drain()
         for subscription in self._subscriptions:
             await subscription.drain()
 
     async def close(self) -> None:
         if self._started is not None:
+            await self._started.presence.close()
             self._started.imports.close()
+            await self._started.fillings.close()
             self._started.loading.close()
+            self._started.reads.close()
         await self.tiers.close()
         if self._started is not None:
             await self._started.bus.drain()
@@ -100,93 +126,168 @@ class StorageAgentService:
     # --- what is heard ---
 
     async def _on_command(self, received: Received) -> None:
-        """Commands only change what is queued; whoever sent one hears an Ack, or a typed error."""
-        message, loop = received.message, self._parts.loop
-        match message:
-            case LoadModel():
-                self._check_epoch(message.scheduler_epoch)
-                await loop.load(message)
-            case CancelLoad():
-                await loop.cancel(message.task_id)
-            case ImportModel():
-                self._check_epoch(message.scheduler_epoch)
-                if not self._is_draining:
-                    loop.keep(message.model_id)
-                    self._parts.imports.submit(message)
-            case RemoveModel():
-                self._check_epoch(message.scheduler_epoch)
-                await loop.remove(message)
-            case _:
-                raise ProtocolError(size_bytes=0, reason=f"{type(message).__name__} is not for storage agents")
-        await self._parts.bus.reply(received.reply_to, Ack())
+        """Commands only change what is queued; whoever sent one hears an Ack, an answer, or a typed error."""
+        if isinstance(received.message, MeasureStorage):
+            # This waits for the loads before it; the commands behind it must not.
+            assert self._group is not None
+            self._group.create_task(self._answer_later(received))
+            return
+        await self._parts.bus.reply(received.reply_to, await self._parts.commands.answer(received.message))
+
+    async def _answer_later(self, received: Received) -> None:
+        try:
+            reply = await self._parts.commands.answer(received.message)
+        except WhimbrelError as error:
+            reply = error_reply(error)
+        await self._parts.bus.reply(received.reply_to, reply)
 
     async def _on_scheduler_heartbeat(self, received: Received) -> None:
         message = received.message
-        if isinstance(message, SchedulerHeartbeat) and message.epoch > self._scheduler_epoch:
-            self._scheduler_epoch = message.epoch
-            self._beat()
+        if isinstance(message, SchedulerHeartbeat) and self._parts.commands.hear_epoch(message.epoch):
+            self._tell_all()
 
     async def _on_worker_heartbeat(self, received: Received) -> None:
         """A worker of this server says something new: it may have let go of an instance."""
         if isinstance(received.message, WorkerHeartbeat):
-            self._parts.loop.sweep()
+            self._slots.hear(received.message)
+            self._look()
 
-    def _check_epoch(self, epoch: int) -> None:
-        """A scheduler that was replaced has nothing to say any more."""
-        if epoch < self._scheduler_epoch:
-            raise StaleEpoch(epoch=epoch, current_epoch=self._scheduler_epoch)
-        self._scheduler_epoch = epoch
+    def _on_worker_exit(self, slot: int, worker_epoch: int) -> None:
+        """The process of a worker is gone: its leases are over, and the scheduler need not wait for silence."""
+        log.warning("worker_exited", slot=slot, worker_epoch=worker_epoch)
+        self._slots.forget(slot, worker_epoch)
+        self._look()
+        assert self._group is not None
+        self._group.create_task(self._tell_exit(slot, worker_epoch))
+
+    async def _tell_exit(self, slot: int, worker_epoch: int) -> None:
+        message = WorkerExited(server_id=self.config.server_id, slot=slot, worker_epoch=worker_epoch)
+        bus = self._parts.bus
+        try:
+            await bus.publish(bus.subjects.to_scheduler(message), message)
+        except WhimbrelError as error:  # its heartbeats will be missed
+            log.warning("message_unsent", message="WorkerExited", code=error.code)
+
+    def _look(self) -> None:
+        """End the leases that no worker holds; what waited for one goes on."""
+        self.tiers.lending.sweep()
+        self._parts.removals.look()
 
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._parts.loop.sweep()
+            self._look()
 
     # --- what is said ---
+
+    def _tell_all(self) -> None:
+        """Somebody may know nothing of this server, or too little."""
+        self._news.ask_whole()
+        self._beat()
 
     def _beat(self) -> None:
         if self._started is not None:
             self._started.heart.beat()
 
     def _heartbeat(self) -> AgentHeartbeat:
-        tiers, config = self.tiers, self.config
+        tiers, config, parts = self.tiers, self.config, self._parts
+        news = self._news.tell(tiers.residency.resident())
         return AgentHeartbeat(
             server_id=config.server_id,
             epoch=self._epoch,
-            resident=tiers.residency.resident(),
-            tasks=self._parts.loop.task_ids(),
-            jobs=self._parts.imports.job_ids(),
-            attached=tiers.attached(),
+            resident=news.resident,
+            residency_version=news.version,
+            base_version=news.base_version,
+            tasks=parts.loop.task_ids(),
+            running=parts.loop.running_ids(),
+            jobs=parts.imports.job_ids(),
+            attached=tiers.lending.attached(),
             pool_size_bytes=config.chunk_count * config.chunk_size_bytes,
             pool_free_bytes=tiers.pool_free_bytes(),
             ssd_size_bytes=config.ssd_bytes,
             ssd_used_bytes=tiers.residency.ssd_used_bytes(),
             probe_bandwidth_bytes_per_s=tiers.probe.bandwidth_bytes_per_s,
+            presence_path=str(parts.presence.path),
         )
 
     # --- parts ---
 
-    def _assemble(self, bus: Bus) -> _Parts:
-        config = self.config
+    def _assemble(self, bus: Bus, group: asyncio.TaskGroup) -> _Parts:
+        config, tiers, server_id = self.config, self.tiers, self.config.server_id
+        source, reads = Source(tiers.repository, tiers.threads), SsdReads(config, tiers)
+
+        def make_filling(key: CheckpointKey, wanted: Tier) -> Filling:
+            return Filling(
+                key,
+                wanted,
+                tiers=tiers,
+                paths=self._paths,
+                source=source,
+                reads=reads,
+                stall_s_max=config.stall_s_max,
+            )
+
+        fillings = Fillings(make_filling, group.create_task)
         imports = ImportJobs(
-            server_id=config.server_id,
+            server_id=server_id,
             bus=bus,
-            repository=self.tiers.repository,
+            repository=tiers.repository,
             chunk_size_bytes=config.chunk_size_bytes,
+            staging_dir=config.staging_dir or config.ssd_dir / ".staging",
             on_change=self._beat,
         )
-        loading = Loading(config, bus, self.tiers)
-        loop = LoadLoop(
-            server_id=config.server_id,
+        loading = Loading(
+            config,
+            bus,
+            tiers,
+            fillings=fillings,
+            paths=self._paths,
+            slots=self._slots,
+            agent_epoch=self._epoch,
+            on_change=self._beat,
+        )
+        loop = LoadLoop(server_id=server_id, bus=bus, tiers=tiers, loading=loading, group=group, on_change=self._beat)
+        prefetching = Prefetching(
+            server_id=server_id, bus=bus, tiers=tiers, fillings=fillings, group=group, clock=time.monotonic
+        )
+        removals = Removals(
+            server_id=server_id,
             bus=bus,
-            tiers=self.tiers,
-            loading=loading,
+            tiers=tiers,
+            loop=loop,
+            prefetching=prefetching,
+            fillings=fillings,
             imports=imports,
-            on_change=self._beat,
         )
-        return _Parts(bus=bus, imports=imports, loading=loading, loop=loop, heart=Heart(bus, self._heartbeat))
+        commands = Commands(
+            config,
+            tiers,
+            paths=self._paths,
+            loop=loop,
+            prefetching=prefetching,
+            removals=removals,
+            imports=imports,
+            tell_all=self._tell_all,
+        )
+        return _Parts(
+            bus=bus,
+            commands=commands,
+            imports=imports,
+            fillings=fillings,
+            reads=reads,
+            loading=loading,
+            loop=loop,
+            removals=removals,
+            presence=Presence(_presence_path(config.pool_path), on_exit=self._on_worker_exit),
+            heart=Heart(bus, self._heartbeat),
+        )
 
     @property
     def _parts(self) -> _Parts:
         assert self._started is not None, "start() comes first"
         return self._started
+
+
+def _presence_path(pool_path: Path) -> Path:
+    """Beside the pool: what an agent and its workers share."""
+    return pool_path.with_name(f"{pool_path.name}.workers")

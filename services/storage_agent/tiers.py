@@ -14,25 +14,27 @@ from pathlib import Path
 import ckptio
 import structlog
 from ckptio.manifest import MANIFEST_FILE
-from whimbrel.wire.errors import ModelTooLarge, Unavailable
+from whimbrel.wire.errors import Conflict, InvalidRequest, ModelTooLarge, Unavailable
 from whimbrel.wire.messages import Tier
 
 from services.storage_agent import metrics
-from services.storage_agent.checkpoints import Checkpoint, OpenCheckpoints, open_checkpoint
+from services.storage_agent.checkpoints import Checkpoint, OpenCheckpoints, footprint_bytes, layout_of, open_checkpoint
 from services.storage_agent.config import AgentConfig
+from services.storage_agent.core.chunks import CheckpointKey, ChunkId
 from services.storage_agent.core.eviction import Evict, NeverFits, Wait, choose_victims
-from services.storage_agent.core.residency import CheckpointKey, DramCopy, Residency
-from services.storage_agent.fetch import Fetch, OnProgress
-from services.storage_agent.leases import LeaseFiles, retire, take_over
+from services.storage_agent.core.residency import PINNABLE, DramCopy, Residency, SsdCopy
+from services.storage_agent.fetch import Published
+from services.storage_agent.leases import retire, take_over
+from services.storage_agent.lending import Lending
 from services.storage_agent.probing import Probe, probe_ssd
 from services.storage_agent.repository import Repository
-from services.storage_agent.ssd import SsdDirectory
+from services.storage_agent.ssd import SsdDirectory, SsdWriter
 from services.storage_agent.threads import Threads
 
 log = structlog.get_logger()
 
-# File work that runs at once: the ranges of a fetch, and one for everything else.
-FILE_THREADS = 4
+# File work that runs at once: verifying and storing the ranges of a fetch, and some for everything else.
+FILE_THREADS = 8
 
 # A worker that was told to unload lets go within milliseconds; one that does not in this time is not going to.
 ROOM_S_MAX = 30.0
@@ -48,39 +50,50 @@ class Tiers:
         config: AgentConfig,
         *,
         on_change: Callable[[], None],
+        repository: Repository | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.repository = Repository(config.repository_url)
+        self.repository = repository or Repository(config.repository_url)
         self.residency = Residency(chunk_count=config.chunk_count, ssd_size_bytes=config.ssd_bytes)
         self.threads = Threads(FILE_THREADS, "agent-files")
-        self.probe = Probe(bandwidth_bytes_per_s=0.0, is_direct=True)
+        self.probe = Probe()
+        self.lending = Lending(config.pool_path, hold=self.hold, let_go=self.let_go, on_change=self._changed)
         self._config = config
         self._on_change = on_change
         self._clock = clock
         self._ssd = SsdDirectory(config.ssd_dir)
         self._open = OpenCheckpoints()
-        self._leases = LeaseFiles(config.pool_path)
-        self._attaching: set[str] = set()
         self._pool: ckptio.ChunkPool | None = None
+        # One reservation at a time: two that each hold a part of the pool would wait for each other.
+        self._room = asyncio.Lock()
 
     # --- life ---
 
     async def open(self) -> None:
-        """Rebuild the truth about this server: what is on its SSD, an empty pool, how fast the SSD reads."""
+        """Rebuild the truth about this server: what is on its SSD, an empty pool, how fast the SSD reads.
+
+        Raises FileExistsError when another agent that lives has the SSD directory or the pool.
+        """
         config = self._config
         started_s = self._clock()
+        await self.threads.run(self._ssd.lock)
         await self.threads.run(take_over, config.pool_path, config.chunk_size_bytes)
         for found in await self.threads.run(self._ssd.scan):
-            self.residency.add_ssd(found.key, size_bytes=found.size_bytes, now=started_s - found.idle_s)
+            self.residency.add_ssd(
+                found.key,
+                layout=found.layout,
+                size_bytes=found.size_bytes,
+                missing=found.missing,
+                now=started_s - found.idle_s,
+            )
+            if found.is_pinned:
+                self.residency.pin(found.key.model_id, Tier.SSD)
         scanned_s = self._clock()
         self._pool = await self.threads.run(
             ckptio.ChunkPool.create, config.pool_path, config.pool_bytes, config.chunk_size_bytes
         )
         pooled_s = self._clock()
-        self.probe = await self.threads.run(
-            probe_ssd, config.ssd_dir, self._pool, config.chunk_size_bytes, config.reader_threads, config.probe_bytes
-        )
-        self._changed()
+        await self.measure()
         log.info(
             "storage_opened",
             scan_s=round(scanned_s - started_s, 4),
@@ -92,11 +105,29 @@ class Tiers:
             is_direct=self.probe.is_direct,
         )
 
+    async def measure(self) -> Probe:
+        """Learn how fast the SSD reads now; no load should be reading it. It takes a few chunks of the pool meanwhile,
+        from idle copies if it must; raises Unavailable when every chunk is in use."""
+        config = self._config
+        async with self._room:
+            self._shed_idle(max(1, config.probe_bytes // config.chunk_size_bytes))
+            self.probe = await self.threads.run(
+                probe_ssd,
+                config.ssd_dir,
+                self.pool,
+                config.chunk_size_bytes,
+                config.reader_threads,
+                config.probe_bytes,
+            )
+        self._changed()
+        return self.probe
+
     async def close(self) -> None:
         """Release everything; workers keep what they map."""
-        self._leases.close()
+        self.lending.close()
         if self._pool is not None:
             await self.threads.run(self._close_pool)
+        self._ssd.unlock()
         self.threads.close()
 
     def _close_pool(self) -> None:
@@ -113,10 +144,6 @@ class Tiers:
         assert self._pool is not None, "open() comes first"
         return self._pool
 
-    def attached(self) -> tuple[str, ...]:
-        """The instances whose chunks a worker maps."""
-        return tuple(lease for lease in self.residency.leases() if lease not in self._attaching)
-
     def pool_free_bytes(self) -> int:
         free_chunks = self.residency.chunk_count - self.residency.used_chunks()
         return free_chunks * self._config.chunk_size_bytes
@@ -132,32 +159,60 @@ class Tiers:
             log.warning("ssd_copy_vanished", model_id=key.model_id, path=str(self.path_of(key)))
             self._forget(key)
 
-    async def fetch(self, key: CheckpointKey, on_progress: OnProgress) -> None:
-        """REMOTE → SSD. Copies of the model with other content leave first; raises what `Fetch.run` raises."""
+    async def begin_ssd(self, published: Published, files: dict[str, bytes]) -> SsdCopy:
+        """Reserve the space of a copy and put its small files there; its chunks are all missing.
+
+        Copies of the model with other content leave. Raises ModelTooLarge, Unavailable, OSError (disk full).
+        """
+        key, size_bytes = published.key, footprint_bytes(published.manifest)
         for stale in self.residency.ssd_copies(key.model_id):
             await self._remove(stale.key)
-        try:
-            partial = await self.threads.run(self._ssd.begin, key.model_id)
-            fetch = Fetch(self.repository, key, partial, threads=self.threads, on_progress=on_progress)
-            size_bytes = await fetch.run(lambda need_bytes: self._make_room_on_ssd(key, need_bytes))
-            await self.threads.run(self._ssd.publish, key.model_id)
-        except BaseException:
-            await self.threads.run(self._ssd.abandon, key.model_id)
-            raise
-        self.residency.add_ssd(key, size_bytes=size_bytes, now=self._clock())
+        await self._make_room_on_ssd(key, size_bytes)
+        layout = layout_of(published.index)
+        await self.threads.run(self._ssd.begin, key, published.manifest, files)
+        copy = self.residency.add_ssd(
+            key, layout=layout, size_bytes=size_bytes, missing=layout.chunks(), now=self._clock()
+        )
+        if Tier.SSD in self.residency.pinned(key.model_id):
+            await self.threads.run(self._ssd.mark_pinned, key.model_id, is_pinned=True)
         self._changed()
+        return copy
+
+    async def writer(self, copy: SsdCopy) -> SsdWriter:
+        """For storing what is missing."""
+        return await self.threads.run(SsdWriter, self.path_of(copy.key), copy.layout)
+
+    async def finish_ssd(self, copy: SsdCopy) -> None:
+        """Nothing is missing any more; nothing happens when the copy was removed meanwhile."""
+        assert copy.is_whole
+        if self.residency.ssd(copy.key) is copy:
+            await self.threads.run(self._ssd.publish, copy.key.model_id)
+            self._changed()
 
     async def checkpoint(self, key: CheckpointKey) -> Checkpoint:
         """The parsed small files of the SSD copy; raises ckptio's errors and OSError when they are no good."""
         checkpoint = self._open.get(key)
         if checkpoint is None:
             path = self.path_of(key)
-            checkpoint = await self.threads.run(open_checkpoint, key, path)
+            checkpoint = await self.threads.run(open_checkpoint, path, key.model_id)
+            if checkpoint.key != key:
+                raise ckptio.CorruptCheckpoint(path / MANIFEST_FILE, "belongs to another content of the model")
             self._open.put(checkpoint)
         return checkpoint
 
+    async def damaged(self, key: CheckpointKey, chunk: ChunkId) -> None:
+        """One chunk of the SSD copy is bad: from now on it is missing there, and is fetched again."""
+        copy = self.residency.ssd(key)
+        if copy is None:
+            return
+        metrics.CHUNKS_REJECTED.inc()
+        copy.missing.add(chunk)
+        stored = [each for each in copy.layout.chunks() if each not in copy.missing]
+        await self.threads.run(self._ssd.demote, key.model_id, stored)
+        self._changed()
+
     async def reject(self, key: CheckpointKey) -> None:
-        """The SSD copy is bad: remove it, but leave the chunks of the load that found out."""
+        """The SSD copy is bad: remove it, but leave the chunks that are in DRAM."""
         metrics.COPIES_REJECTED.inc()
         self.residency.remove_ssd(key)
         self._open.forget(key)
@@ -178,114 +233,146 @@ class Tiers:
         if self.pool.chunks_for(size_bytes) > self.pool.chunk_count:
             raise ModelTooLarge(model_id=key.model_id, need_bytes=size_bytes, capacity_bytes=self.pool.size_bytes)
 
-    async def reserve(self, checkpoint: Checkpoint) -> DramCopy:
-        """Chunks for a checkpoint that is about to be read, held until `end_load`.
+    def hold(self, copy: DramCopy, holder: str) -> None:
+        self.residency.hold(copy.copy_id, holder, now=self._clock())
 
-        Raises ModelTooLarge when the whole pool is too small, Unavailable when what is in the way stays mapped.
+    def let_go(self, copy_id: int, holder: str) -> None:
+        self._free(self.residency.let_go(copy_id, holder, now=self._clock()))
+
+    async def reserve(self, checkpoint: Checkpoint, holder: str, wait_s: float = ROOM_S_MAX) -> DramCopy:
+        """The DRAM copy, held by `holder`, with a place for every chunk; what was resident of it stays.
+
+        Raises ModelTooLarge when the whole pool is too small, Unavailable when what is in the way stays in use.
         """
-        counts = [self.pool.chunks_for(part.padded_bytes) for part in checkpoint.index.partitions]
-        await self._make_room_in_dram(checkpoint.key, sum(counts))
-        partitions = tuple(self.pool.allocate(count) for count in counts)
-        copy = self.residency.reserve(
-            checkpoint.key,
-            size_bytes=checkpoint.manifest.total_bytes,
-            partition_bytes=tuple(part.padded_bytes for part in checkpoint.index.partitions),
-            partitions=partitions,
-            now=self._clock(),
-        )
+        async with self._room:
+            copy = self.residency.open_copy(
+                checkpoint.key,
+                layout=layout_of(checkpoint.index),
+                size_bytes=checkpoint.manifest.total_bytes,
+                holder=holder,
+                now=self._clock(),
+            )
+            try:
+                need = len(copy.unplaced())
+                await self._make_room_in_dram(copy, need, wait_s)
+                self.residency.place(copy.copy_id, self.pool.allocate(need))
+            except BaseException:
+                self.let_go(copy.copy_id, holder)
+                raise
         self._changed()
         return copy
 
-    def begin_load(self, copy: DramCopy) -> None:
-        self.residency.begin_load(copy.copy_id, now=self._clock())
+    # --- pins and removal ---
 
-    def complete(self, copy: DramCopy) -> None:
-        self.residency.complete(copy.copy_id)
+    async def pin(self, model_id: str, tier: Tier) -> None:
+        """Raises InvalidRequest for a tier that nothing is pinned in."""
+        self.residency.pin(model_id, _pinnable(tier))
+        if tier is Tier.SSD:
+            await self.threads.run(self._ssd.mark_pinned, model_id, is_pinned=True)
         self._changed()
 
-    def end_load(self, copy: DramCopy) -> None:
-        self._free(self.residency.end_load(copy.copy_id, now=self._clock()))
-
-    # --- leases ---
-
-    def lease(self, copy: DramCopy, instance_id: str) -> Path:
-        """A lease file for an instance that is about to map the copy. It counts as mapped until `settle`."""
-        path = self._leases.create(instance_id, copy.chunks)
-        self.residency.add_lease(copy.copy_id, instance_id)
-        self._attaching.add(instance_id)
-        return path
-
-    def is_mapped(self, instance_id: str) -> bool:
-        """Whether the worker took the lease."""
-        return self._leases.is_held(instance_id)
-
-    def settle(self, instance_id: str) -> None:
-        """The worker has answered: from now on the lock of the lease file alone says whether it maps the chunks."""
-        self._attaching.discard(instance_id)
+    async def unpin(self, model_id: str, tier: Tier) -> None:
+        self.residency.unpin(model_id, _pinnable(tier))
+        if tier is Tier.SSD:
+            await self.threads.run(self._ssd.mark_pinned, model_id, is_pinned=False)
         self._changed()
 
-    def sweep(self) -> None:
-        """End every lease that no worker holds any more."""
-        for instance_id in list(self.residency.leases()):
-            if instance_id not in self._attaching and self._leases.end_if_free(instance_id):
-                self._free(self.residency.end_lease(instance_id, now=self._clock()))
-                log.info("lease_ended", instance_id=instance_id)
-                self._changed()
-
-    # --- removal ---
+    async def evict(self, model_id: str, tier: Tier) -> None:
+        """Give back what nobody uses of a model. Raises Conflict while somebody does, or while it is pinned there."""
+        pinned = self.residency.pinned(model_id)
+        if _pinnable(tier) in pinned or (tier is Tier.SSD and pinned):
+            raise Conflict(reason=f"{model_id} is pinned in {', '.join(sorted(pinned))}; unpin it first")
+        copies = self.residency.dram_copies(model_id)
+        fetched = [copy for copy in self.residency.ssd_copies(model_id) if copy.users]
+        if any(copy.is_held for copy in copies) or (tier is Tier.SSD and fetched):
+            raise Conflict(reason=f"{model_id} is loaded or used by an instance; unload it first")
+        if tier is Tier.SSD:
+            for ssd_copy in self.residency.ssd_copies(model_id):
+                await self._remove(ssd_copy.key)
+        for copy in copies:
+            self._free(self.residency.drop(copy.copy_id))
+        self._changed()
 
     async def remove_model(self, model_id: str, *, from_repository: bool) -> None:
         """Remove every copy of a model; chunks that an instance maps follow when it lets go. Raises OSError."""
+        self.residency.unpin(model_id)
         for ssd_copy in self.residency.ssd_copies(model_id):
             await self._remove(ssd_copy.key)
-        for dram_copy in self.residency.dram_copies(model_id):
-            self._free(self.residency.drop(dram_copy.copy_id))
-        await self.threads.run(self._ssd.remove, model_id)
+        for copy in self.residency.dram_copies(model_id):
+            self._free(self.residency.drop(copy.copy_id))
         if from_repository:
-            await self.threads.run(self.repository.remove_published, model_id)
+            await self.repository.remove_published(model_id)
         self._changed()
 
     def holds(self, model_id: str) -> bool:
         return bool(self.residency.ssd_copies(model_id) or self.residency.dram_copies(model_id))
 
-    async def _make_room_in_dram(self, key: CheckpointKey, need_chunks: int) -> None:
-        chunk_size_bytes = self._config.chunk_size_bytes
-        deadline_s = self._clock() + ROOM_S_MAX
-        while True:
-            decision = choose_victims(
-                self.residency.dram_candidates(), need=need_chunks, capacity=self.residency.chunk_count
+    # --- room ---
+
+    def _shed_idle(self, need_chunks: int) -> None:
+        """Make so many chunks free, or as many as nobody holds."""
+        match choose_victims(
+            self.residency.dram_candidates(),
+            need=min(need_chunks, self.residency.chunk_count),
+            capacity=self.residency.chunk_count,
+        ):
+            case Evict(victims=victims):
+                for victim in victims:
+                    self._free(self.residency.shed(victim.key, victim.size))
+            case Wait(obtainable=obtainable):
+                self._shed_idle(obtainable)
+            case NeverFits():
+                raise AssertionError("no more was asked for than there is")
+
+    async def _make_room_in_dram(self, copy: DramCopy, need_chunks: int, wait_s: float) -> None:
+        chunk_size_bytes, key = self._config.chunk_size_bytes, copy.key
+        deadline_s = self._clock() + wait_s
+        need_in_all = copy.layout.chunk_count
+        if need_in_all > self.residency.chunk_count:
+            raise ModelTooLarge(
+                model_id=key.model_id,
+                need_bytes=need_in_all * chunk_size_bytes,
+                capacity_bytes=self.residency.chunk_count * chunk_size_bytes,
             )
-            match decision:
-                case Evict(keys=copy_ids):
-                    for copy_id in copy_ids:
-                        self._free(self.residency.drop(copy_id))
+        while True:
+            match choose_victims(
+                self.residency.dram_candidates(), need=need_chunks, capacity=self.residency.chunk_count
+            ):
+                case Evict(victims=victims):
+                    for victim in victims:
+                        self._free(self.residency.shed(victim.key, victim.size))
                         metrics.EVICTIONS.labels(Tier.DRAM).inc()
                     return
-                case NeverFits(need=need, capacity=capacity):
-                    raise ModelTooLarge(
-                        model_id=key.model_id,
-                        need_bytes=need * chunk_size_bytes,
-                        capacity_bytes=capacity * chunk_size_bytes,
-                    )
                 case Wait(held=held):
                     if self._clock() >= deadline_s:
                         raise Unavailable(
-                            what=f"memory for {key.model_id} ({held * chunk_size_bytes} bytes are mapped)"
+                            what=f"memory for {key.model_id} ({held * chunk_size_bytes} bytes are in use)"
                         )
                     await asyncio.sleep(ROOM_POLL_S)
-                    self.sweep()
+                    self.lending.sweep()
+                case NeverFits():
+                    raise AssertionError("checked above")
 
     async def _make_room_on_ssd(self, key: CheckpointKey, need_bytes: int) -> None:
-        capacity_bytes = self.residency.ssd_size_bytes
+        used_bytes = self.residency.ssd_used_bytes()
+        free_bytes = await self.threads.run(self._ssd.free_bytes)
+        # Others may use the same disk: the budget is a promise that the disk may not be able to keep.
+        capacity_bytes = min(self.residency.ssd_size_bytes, used_bytes + free_bytes)
         match choose_victims(self.residency.ssd_candidates(), need=need_bytes, capacity=capacity_bytes):
-            case Evict(keys=keys):
-                for victim in keys:
-                    await self._remove(victim)
+            case Evict(victims=victims):
+                for victim in victims:
+                    await self._remove(victim.key)
                     metrics.EVICTIONS.labels(Tier.SSD).inc()
+            case NeverFits() if need_bytes > self.residency.ssd_size_bytes:
+                raise ModelTooLarge(
+                    model_id=key.model_id, need_bytes=need_bytes, capacity_bytes=self.residency.ssd_size_bytes
+                )
             case NeverFits():
-                raise ModelTooLarge(model_id=key.model_id, need_bytes=need_bytes, capacity_bytes=capacity_bytes)
+                raise Unavailable(
+                    what=f"SSD space for {key.model_id} ({need_bytes} bytes; others left {free_bytes} on the disk)"
+                )
             case Wait(held=held):
-                raise Unavailable(what=f"SSD space for {key.model_id} ({held} bytes belong to running instances)")
+                raise Unavailable(what=f"SSD space for {key.model_id} ({held} bytes are in use or pinned)")
 
     async def _remove(self, key: CheckpointKey) -> None:
         self._forget(key)
@@ -305,3 +392,9 @@ class Tiers:
         metrics.POOL_USED_BYTES.set(self.residency.used_chunks() * self._config.chunk_size_bytes)
         metrics.SSD_USED_BYTES.set(self.residency.ssd_used_bytes())
         self._on_change()
+
+
+def _pinnable(tier: Tier) -> Tier:
+    if tier not in PINNABLE:
+        raise InvalidRequest(field="tier", reason=f"{tier} is no cache; use ssd or dram")
+    return tier

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import structlog
 from whimbrel.chassis.bus import Bus
 from whimbrel.wire.errors import Unavailable, WhimbrelError
-from whimbrel.wire.messages import ActivateInstance, AttachInstance, DetachInstance
+from whimbrel.wire.messages import ActivateInstance, AttachInstance, AttachInstanceReply, DetachInstance, Message
 
 log = structlog.get_logger()
 
@@ -32,19 +32,13 @@ class Workers:
         self._away_s_max = away_s_max
         self._clock = clock
 
-    async def ask(self, slot: int, message: AttachInstance | ActivateInstance) -> None:
-        """Until the worker has answered; raises its refusal, and Unavailable when it stays away too long."""
-        subject = self._bus.subjects.to_worker(self._server_id, slot, message)
-        deadline_s = self._clock() + self._away_s_max
-        while True:
-            try:
-                await self._bus.request(subject, message, timeout_s=min(ANSWER_S_MAX, self._away_s_max))
-                return
-            except Unavailable as error:
-                if self._clock() + RETRY_S >= deadline_s:
-                    worker = f"worker {self._server_id}/{slot}, asked for {self._away_s_max:g} s,"
-                    raise Unavailable(what=worker) from error
-            await asyncio.sleep(RETRY_S)
+    async def attach(self, slot: int, message: AttachInstance) -> tuple[bytes, ...]:
+        """Until the worker has what it needs; the handles of its memory where it has GPUs."""
+        reply = await self._ask(slot, message)
+        return reply.handles if isinstance(reply, AttachInstanceReply) else ()
+
+    async def activate(self, slot: int, instance_id: str) -> None:
+        await self._ask(slot, ActivateInstance(instance_id=instance_id))
 
     async def detach(self, slot: int, instance_id: str) -> None:
         """Tell a worker to let go; whether it did is what its lease says."""
@@ -54,3 +48,16 @@ class Workers:
             await self._bus.request(subject, message, timeout_s=DETACH_S_MAX)
         except WhimbrelError as error:
             log.info("detach_unanswered", instance_id=instance_id, code=error.code)
+
+    async def _ask(self, slot: int, message: AttachInstance | ActivateInstance) -> Message:
+        """Until the worker has answered; raises its refusal, and Unavailable when it stays away too long."""
+        subject = self._bus.subjects.to_worker(self._server_id, slot, message)
+        deadline_s = self._clock() + self._away_s_max
+        while True:
+            try:
+                return await self._bus.request(subject, message, timeout_s=min(ANSWER_S_MAX, self._away_s_max))
+            except Unavailable as error:
+                if self._clock() + RETRY_S >= deadline_s:
+                    worker = f"worker {self._server_id}/{slot}, asked for {self._away_s_max:g} s,"
+                    raise Unavailable(what=worker) from error
+            await asyncio.sleep(RETRY_S)

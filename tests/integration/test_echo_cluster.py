@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +145,17 @@ def test_killing_any_one_service_costs_at_most_the_requests_it_ran(cluster: Clus
     assert_echo(complete(cluster, "alpha", "after, warm or not"), "after, warm or not")
     assert_echo(complete(cluster, "beta", "and another model"), "and another model")
     assert {name: cluster.pid(name) for name in others} == others
+
+
+def test_a_killed_worker_is_noticed_by_its_exit_and_not_by_its_silence(cluster: Cluster) -> None:
+    """The kernel tells its agent; three missed heartbeats would take three seconds."""
+    wait_until(lambda: len(cluster.slots()) == 2, "the slots were not there at the start")
+    pid = cluster.pid("worker-s1-0")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "s1/0" not in cluster.slots(), "the slot still counted as alive", seconds=1.5)
+    wait_until(lambda: "s1/0" in cluster.slots(), "the worker was not started again")
+    assert cluster.state["restarts"]["worker-s1-0"] >= 1
 
 
 @pytest.mark.parametrize("server", ["nats-server", "redis-server"])

@@ -75,11 +75,7 @@ class Cluster:
     def leases(self) -> list[Path]:
         """Lease files of this cluster: one per instance that maps chunks."""
         mark = f"whimbrel-{self.directory.stat().st_ino:x}-"
-        return [
-            path
-            for path in Path("/dev/shm").iterdir()
-            if path.name.startswith(mark) and not path.name.endswith(".pool")
-        ]
+        return [path for path in Path("/dev/shm").iterdir() if path.name.startswith(mark) and ".lease." in path.name]
 
     def logs(self) -> str:
         return "\n".join(

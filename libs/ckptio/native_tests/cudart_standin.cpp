@@ -34,11 +34,15 @@ namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kNotReady = 600;
 constexpr int kAlreadyRegistered = 712, kNotRegistered = 713;
-constexpr int kDevices = 4;
+constexpr int kDevices = 8;
 constexpr unsigned char kPoison = 0xA5;
 
-// Long enough that a copy is never done when the call returns, short enough for many tests.
-constexpr std::chrono::microseconds kCopyTime{200};
+// Long enough that a copy is never done when the call returns, short enough for many tests. STANDIN_COPY_US
+// makes a slow device.
+std::chrono::microseconds copy_time() {
+    static const char* const given = std::getenv("STANDIN_COPY_US");
+    return std::chrono::microseconds(given == nullptr ? 200 : std::strtol(given, nullptr, 10));
+}
 
 struct Allocation {
     std::size_t size;
@@ -228,7 +232,7 @@ int cudaMemcpyAsync(void* target, const void* source, std::size_t size, int kind
         return kSuccess;
     }
     stream->push([=] {
-        std::this_thread::sleep_for(kCopyTime);
+        std::this_thread::sleep_for(copy_time());
         std::memcpy(device, source, size);
     });
     return kSuccess;

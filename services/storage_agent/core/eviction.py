@@ -1,6 +1,6 @@
 """Owns the choice of what has to leave a tier so that something else fits: least recently used first, nothing held.
 
-The same rule serves DRAM (sizes in chunks) and SSD (sizes in bytes).
+The same rule serves DRAM (sizes in chunks, and a copy can give up some of them) and SSD (bytes, all or nothing).
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ class Candidate(Generic[K]):
     size: int
     used: tuple[bool, float]
     is_held: bool
+    is_divisible: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim(Generic[K]):
+    """`size` of what `key` occupies has to go."""
+
+    key: K
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evict(Generic[K]):
     """Evict these, in this order, and it fits. None at all when it fits already."""
 
-    keys: tuple[K, ...]
+    victims: tuple[Victim[K], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +61,13 @@ def choose_victims(candidates: Iterable[Candidate[K]], *, need: int, capacity: i
     if need > capacity:
         return NeverFits(need=need, capacity=capacity)
     free = capacity - sum(occupant.size for occupant in occupants)
-    victims: list[K] = []
+    victims: list[Victim[K]] = []
     for occupant in sorted((o for o in occupants if not o.is_held), key=lambda o: o.used):
         if free >= need:
             break
-        victims.append(occupant.key)
-        free += occupant.size
+        size = min(occupant.size, need - free) if occupant.is_divisible else occupant.size
+        victims.append(Victim(key=occupant.key, size=size))
+        free += size
     if free < need:
         return Wait(obtainable=max(free, 0), held=sum(o.size for o in occupants if o.is_held))
-    return Evict(keys=tuple(victims))
+    return Evict(victims=tuple(victims))

@@ -1,20 +1,22 @@
-"""Owns the load queue of a server: load tasks, the states of each, and the order in which they run.
+"""Owns the tasks of a server: what each is for, the states of a load task, and the order in which they came.
 
 Rules. Everything that changes a task's state is an event, and `TRANSITIONS` says which event is legal when; a pair that
-is missing there is a fault of ours and raises. Tasks run one at a time in the order they came (E4, E5): reading two
-checkpoints at once would make both late and neither predictable (L9). An instance has at most one live task.
+is missing there is a fault of ours and raises. An instance has at most one live task. Tasks take their turns on the
+paths that their bytes cross (`turns`), in the order they came (E4, E5): reading two checkpoints over one path at once
+would make both late and neither predictable (L9).
 
-Theory of operation. ATTACHING and LOADING overlap in time: bytes are being read in both, the states differ in what the
-worker has said. A copy on the SSD that turns out to be bad sends a task from LOADING back to FETCHING, once.
+Theory of operation. A task is about an instance; bytes are the business of a filling, which several tasks may share.
+ATTACHING and LOADING overlap in time: bytes move in both, the states differ in what the worker has said.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from whimbrel.wire.errors import QueueFull
+
+from services.storage_agent.core.chunks import CheckpointKey
 
 # A server whose slots all wait for models needs one task per slot; this is far above that, so a full queue is a loop
 # somewhere, and each entry costs a heartbeat a few dozen bytes.
@@ -22,10 +24,10 @@ TASKS_MAX = 64
 
 
 class TaskState(StrEnum):
-    QUEUED = "queued"  # waits for the tasks before it
-    FETCHING = "fetching"  # bytes move from the repository to the SSD
-    ATTACHING = "attaching"  # chunks are reserved, reading began, the worker has not answered yet
-    LOADING = "loading"  # the worker maps the chunks, bytes are still on their way
+    QUEUED = "queued"  # waits for the loads before it
+    FILLING = "filling"  # its path is free: room is made, or bytes move already
+    ATTACHING = "attaching"  # every chunk has its place, the worker has not answered yet
+    LOADING = "loading"  # the worker has what it needs, bytes are still on their way
     ACTIVATING = "activating"  # every byte is in place and verified; the worker is being told
     FINISHED = "finished"
     FAILED = "failed"
@@ -33,46 +35,23 @@ class TaskState(StrEnum):
 
 
 class TaskEvent(StrEnum):
-    FETCH_STARTED = "fetch_started"
+    TURN_CAME = "turn_came"
     CHUNKS_RESERVED = "chunks_reserved"
     WORKER_ATTACHED = "worker_attached"
-    COPY_REJECTED = "copy_rejected"
-    COPY_REPLACED = "copy_replaced"
     BYTES_ARRIVED = "bytes_arrived"
     WORKER_ACTIVATED = "worker_activated"
     TASK_FAILED = "task_failed"
     TASK_CANCELLED = "task_cancelled"
 
 
+_ENDS = {TaskEvent.TASK_FAILED: TaskState.FAILED, TaskEvent.TASK_CANCELLED: TaskState.CANCELLED}
+
 TRANSITIONS: dict[TaskState, dict[TaskEvent, TaskState]] = {
-    TaskState.QUEUED: {
-        TaskEvent.FETCH_STARTED: TaskState.FETCHING,
-        TaskEvent.CHUNKS_RESERVED: TaskState.ATTACHING,
-        TaskEvent.TASK_FAILED: TaskState.FAILED,
-        TaskEvent.TASK_CANCELLED: TaskState.CANCELLED,
-    },
-    TaskState.FETCHING: {
-        TaskEvent.CHUNKS_RESERVED: TaskState.ATTACHING,
-        TaskEvent.COPY_REPLACED: TaskState.LOADING,
-        TaskEvent.TASK_FAILED: TaskState.FAILED,
-        TaskEvent.TASK_CANCELLED: TaskState.CANCELLED,
-    },
-    TaskState.ATTACHING: {
-        TaskEvent.WORKER_ATTACHED: TaskState.LOADING,
-        TaskEvent.TASK_FAILED: TaskState.FAILED,
-        TaskEvent.TASK_CANCELLED: TaskState.CANCELLED,
-    },
-    TaskState.LOADING: {
-        TaskEvent.BYTES_ARRIVED: TaskState.ACTIVATING,
-        TaskEvent.COPY_REJECTED: TaskState.FETCHING,
-        TaskEvent.TASK_FAILED: TaskState.FAILED,
-        TaskEvent.TASK_CANCELLED: TaskState.CANCELLED,
-    },
-    TaskState.ACTIVATING: {
-        TaskEvent.WORKER_ACTIVATED: TaskState.FINISHED,
-        TaskEvent.TASK_FAILED: TaskState.FAILED,
-        TaskEvent.TASK_CANCELLED: TaskState.CANCELLED,
-    },
+    TaskState.QUEUED: {TaskEvent.TURN_CAME: TaskState.FILLING, **_ENDS},
+    TaskState.FILLING: {TaskEvent.CHUNKS_RESERVED: TaskState.ATTACHING, **_ENDS},
+    TaskState.ATTACHING: {TaskEvent.WORKER_ATTACHED: TaskState.LOADING, **_ENDS},
+    TaskState.LOADING: {TaskEvent.BYTES_ARRIVED: TaskState.ACTIVATING, **_ENDS},
+    TaskState.ACTIVATING: {TaskEvent.WORKER_ACTIVATED: TaskState.FINISHED, **_ENDS},
     TaskState.FINISHED: {},
     TaskState.FAILED: {},
     TaskState.CANCELLED: {},
@@ -94,14 +73,18 @@ class LoadTask:
 
     task_id: str
     instance_id: str
-    model_id: str
-    checkpoint_digest: str
+    key: CheckpointKey
     size_bytes: int
-    slot: int
+    slots: tuple[int, ...]
     queued_s: float
     started_s: float | None = None
     state: TaskState = TaskState.QUEUED
     is_cancel_requested: bool = field(default=False)
+
+    @property
+    def slot(self) -> int:
+        """The slot whose worker serves the instance."""
+        return self.slots[0]
 
     def on(self, event: TaskEvent) -> None:
         """The only writer of `state`; raises IllegalTransition."""
@@ -110,66 +93,52 @@ class LoadTask:
             raise IllegalTransition(self.state, event)
         self.state = state
 
+    def start(self, now: float) -> None:
+        """Its path is free; what it waited until now was for others."""
+        self.on(TaskEvent.TURN_CAME)
+        self.started_s = now
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is not TaskState.QUEUED and not self.is_over
+
     @property
     def is_over(self) -> bool:
         return not TRANSITIONS[self.state]
 
-    @property
-    def queue_s(self) -> float:
+    def queue_s(self, now: float) -> float:
         """How long it waited for the tasks before it: its `q` (E1)."""
-        return 0.0 if self.started_s is None else self.started_s - self.queued_s
+        return (now if self.started_s is None else self.started_s) - self.queued_s
 
 
-class LoadQueue:
-    """FIFO, one task runs at a time, one live task per instance."""
+class Tasks:
+    """The live tasks of a server in the order they came."""
 
     def __init__(self, *, tasks_max: int = TASKS_MAX) -> None:
         self._tasks_max = tasks_max
-        self._waiting: deque[LoadTask] = deque()
-        self._running: LoadTask | None = None
+        self._tasks: dict[str, LoadTask] = {}
 
-    @property
-    def running(self) -> LoadTask | None:
-        return self._running
+    def __len__(self) -> int:
+        return len(self._tasks)
 
-    def tasks(self) -> tuple[LoadTask, ...]:
-        """Running and waiting ones, in order."""
-        return (*(() if self._running is None else (self._running,)), *self._waiting)
+    def all(self) -> tuple[LoadTask, ...]:
+        """Those that run first, then those that wait, each in the order they came."""
+        return tuple(sorted(self._tasks.values(), key=lambda task: not task.is_running))
 
     def find(self, task_id: str) -> LoadTask | None:
-        return next((task for task in self.tasks() if task.task_id == task_id), None)
+        return self._tasks.get(task_id)
 
     def add(self, task: LoadTask) -> bool:
-        """Queue a task. False when its task or its instance is here already; raises QueueFull."""
+        """A new task. False when its task or its instance is here already; raises QueueFull."""
         assert task.state is TaskState.QUEUED
-        if any(t.task_id == task.task_id or t.instance_id == task.instance_id for t in self.tasks()):
+        if any(t.task_id == task.task_id or t.instance_id == task.instance_id for t in self._tasks.values()):
             return False
-        if len(self.tasks()) >= self._tasks_max:
+        if len(self._tasks) >= self._tasks_max:
             raise QueueFull(queue="the load queue", limit=self._tasks_max)
-        self._waiting.append(task)
+        self._tasks[task.task_id] = task
         return True
 
-    def start_next(self, *, now: float) -> LoadTask | None:
-        """The task that may run now, or None while one runs or none waits."""
-        if self._running is not None or not self._waiting:
-            return None
-        self._running = self._waiting.popleft()
-        self._running.started_s = now
-        return self._running
-
-    def release(self, task: LoadTask) -> None:
-        """The running task is over; the next one may start."""
-        assert task is self._running
+    def remove(self, task: LoadTask) -> None:
+        """The task is over."""
         assert task.is_over
-        self._running = None
-
-    def cancel(self, task_id: str) -> LoadTask | None:
-        """Cancel a task: one that waits is over now, one that runs is asked to stop. None when it isn't here."""
-        task = self.find(task_id)
-        if task is None:
-            return None
-        task.is_cancel_requested = True
-        if task is not self._running:
-            self._waiting.remove(task)
-            task.on(TaskEvent.TASK_CANCELLED)
-        return task
+        del self._tasks[task.task_id]

@@ -28,6 +28,7 @@ from whimbrel.wire.messages import (
     ActivateInstance,
     AgentHeartbeat,
     AttachInstance,
+    AttachInstanceReply,
     CancelLoad,
     DetachInstance,
     ImportEnded,
@@ -45,6 +46,7 @@ from whimbrel.wire.messages import (
 
 from services.storage_agent.checkpoints import checkpoint_digest
 from services.storage_agent.config import AgentConfig
+from services.storage_agent.repository import Repository
 from services.storage_agent.service import StorageAgentService
 from tests.support.checkpoints import make_checkpoint
 
@@ -67,17 +69,26 @@ class Peer:
         self.attaches: dict[str, AttachInstance] = {}
         self.refusal: WhimbrelError | None = None
         self.may_attach = True
+        self.device = "cpu"
         self._locks: dict[str, int] = {}
         self._held: list[tuple[AttachInstance, str | None]] = []
 
     async def serve(self) -> None:
         await self.bus.subscribe(self.bus.subjects.all_to_worker(SERVER, self.slot), self._on_command)
+        await self.bus.subscribe(self.bus.subjects.all_heartbeats("agent"), self._on_agent)
+
+    async def _on_agent(self, received: Received) -> None:
+        """An agent is there, or there again: it wants to know what this slot is."""
+        await self.beat()
 
     async def unload(self, instance_id: str) -> None:
         """What a real worker does: drop, unlock, heartbeat."""
         self._release(instance_id)
+        await self.beat()
+
+    async def beat(self) -> None:
         heartbeat = WorkerHeartbeat(
-            server_id=SERVER, slot=self.slot, epoch=1, device="cpu", state=WorkerState.EMPTY,
+            server_id=SERVER, slot=self.slot, epoch=1, device=self.device, state=WorkerState.EMPTY,
             instance_id=None, model_id=None, active_requests=0,
         )  # fmt: skip
         await self.bus.publish(self.bus.subjects.heartbeat(heartbeat), heartbeat)
@@ -88,6 +99,7 @@ class Peer:
 
     async def _on_command(self, received: Received) -> None:
         self.asked.append(received.message)
+        reply: Message = Ack()
         match received.message:
             case AttachInstance() as attach:
                 if self.refusal is not None:
@@ -95,13 +107,13 @@ class Peer:
                 if not self.may_attach:
                     self._held.append((attach, received.reply_to))
                     return
-                self._attach(attach)
+                reply = self._attach(attach)
             case ActivateInstance(instance_id=instance_id):
                 self._check_bytes(instance_id)
             case DetachInstance(instance_id=instance_id):
                 self._held = [held for held in self._held if held[0].instance_id != instance_id]
                 self._release(instance_id)
-        await self.bus.reply(received.reply_to, Ack())
+        await self.bus.reply(received.reply_to, reply)
 
     def hold_attaches(self) -> None:
         """From now on no attach is answered: the worker is still building its skeleton."""
@@ -112,21 +124,25 @@ class Peer:
         self.may_attach = True
         held, self._held = self._held, []
         for attach, reply_to in held:
-            self._attach(attach)
-            await self.bus.reply(reply_to, Ack())
+            await self.bus.reply(reply_to, self._attach(attach))
 
-    def _attach(self, attach: AttachInstance) -> None:
-        if attach.instance_id in self.attaches:
-            return
+    def _attach(self, attach: AttachInstance) -> AttachInstanceReply:
+        if attach.instance_id not in self.attaches:
+            self._take_lease(attach)
+            self.mappings[attach.instance_id] = [
+                ckptio.map_chunks(
+                    attach.pool_path, attach.chunk_size_bytes, unpack_tokens(part.chunks), part.size_bytes
+                )
+                for part in attach.partitions
+            ]
+        return AttachInstanceReply()
+
+    def _take_lease(self, attach: AttachInstance) -> None:
         descriptor = os.open(attach.lease_path, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         assert os.fstat(descriptor).st_nlink == 1, "the lease was over already"
         self._locks[attach.instance_id] = descriptor
         self.attaches[attach.instance_id] = attach
-        self.mappings[attach.instance_id] = [
-            ckptio.map_chunks(attach.pool_path, attach.chunk_size_bytes, unpack_tokens(part.chunks), part.size_bytes)
-            for part in attach.partitions
-        ]
 
     def _check_bytes(self, instance_id: str) -> None:
         attach = self.attaches[instance_id]
@@ -187,6 +203,10 @@ class Harness:
         self.heard = [message for message in self.heard if not isinstance(message, AgentHeartbeat)]
         return await self.until(AgentHeartbeat, condition)
 
+    async def stored(self) -> AgentHeartbeat:
+        """Every copy that is resident at all is whole on the SSD, for which a load does not wait."""
+        return await self.heartbeat_with(lambda beat: all(m.ssd_bytes == m.size_bytes for m in beat.resident))
+
     async def send(self, message: Message) -> None:
         await self.bus.publish(self.bus.subjects.to_agent(SERVER, message), message)
 
@@ -198,6 +218,7 @@ class Harness:
         instance_id: str | None = None,
         task_id: str | None = None,
         size_bytes: int = 1,
+        slot: int | None = None,
     ) -> LoadModel:
         command = LoadModel(
             task_id=task_id or new_id("task"),
@@ -205,7 +226,7 @@ class Harness:
             model_id=model_id,
             checkpoint_digest=digest,
             size_bytes=size_bytes,
-            slots=(self.peer.slot,),
+            slots=(self.peer.slot if slot is None else slot,),
             scheduler_epoch=1,
         )
         await self.send(command)
@@ -260,6 +281,12 @@ class Harness:
         residency.check()
         assert residency.used_chunks() == pool.chunk_count - pool.free_chunks
 
+    def ssd_entries(self) -> list[str]:
+        """What the SSD directory holds besides what is always there."""
+        return sorted(
+            path.name for path in self.config.ssd_dir.iterdir() if path.name not in (".agent.lock", ".staging")
+        )
+
     @property
     def repository(self) -> Path:
         return Path(self.config.repository_url.removeprefix("file://"))
@@ -287,16 +314,22 @@ def a_config(directory: Path, **changes: Any) -> AgentConfig:
 
 
 @asynccontextmanager
-async def an_agent(config: AgentConfig, hub: InMemoryHub | None = None) -> AsyncIterator[Harness]:
-    """A running agent; it is stopped, and the account checked, at the end."""
+async def an_agent(
+    config: AgentConfig,
+    hub: InMemoryHub | None = None,
+    peer: Peer | None = None,
+    repository: Repository | None = None,
+) -> AsyncIterator[Harness]:
+    """A running agent; it is stopped, and the account checked, at the end. `peer` may be one that serves already."""
     hub = hub or InMemoryHub()
-    service = StorageAgentService(config, bus=hub.bus(name="agent"))
+    service = StorageAgentService(config, bus=hub.bus(name="agent"), repository=repository)
     bus = hub.bus(name="scheduler")
-    peer = Peer(hub.bus(name="worker"))
+    if peer is None:
+        peer = Peer(hub.bus(name="worker"))
+        await peer.serve()
     harness = Harness(hub=hub, bus=bus, config=config, peer=peer, service=service)
     stop = asyncio.Event()
     await harness.listen()
-    await peer.serve()
     serving = asyncio.create_task(serve(service, stop))
     try:
         await harness.until(AgentHeartbeat)

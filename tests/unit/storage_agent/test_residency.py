@@ -1,283 +1,230 @@
-"""Which checkpoint is in which tier, and that no sequence of operations breaks the accounts."""
+"""Which chunk of which checkpoint is in which tier, who holds it, and when it goes."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given, seed, settings
-from hypothesis import strategies as st
-from whimbrel.wire.messages import Tier, TierReport
+from whimbrel.wire.messages import Tier
 
-from services.storage_agent.core.eviction import Evict, Wait, choose_victims
-from services.storage_agent.core.path import reports, source_tier, tiers_crossed
-from services.storage_agent.core.residency import CheckpointKey, DramCopy, Residency
+from services.storage_agent.core.chunks import CheckpointKey, ChunkId, Layout
+from services.storage_agent.core.eviction import Evict, Victim, Wait, choose_victims
+from services.storage_agent.core.residency import DramCopy, Residency
 
 KEY = CheckpointKey(model_id="m", checkpoint_digest="xxh3:1")
 OTHER = CheckpointKey(model_id="m", checkpoint_digest="xxh3:2")
+LAYOUT = Layout(partition_bytes=(25, 10), chunk_size_bytes=10)
+A, B, C, D = LAYOUT.chunks()  # B is the only chunk of the second partition, D is the short one
 
 
 def a_residency() -> Residency:
     return Residency(chunk_count=8, ssd_size_bytes=100)
 
 
-def reserve(residency: Residency, key: CheckpointKey, *partitions: tuple[int, ...], now: float) -> DramCopy:
-    sizes = tuple(4096 * len(chunks) for chunks in partitions)
-    return residency.reserve(key, size_bytes=sum(sizes), partition_bytes=sizes, partitions=partitions, now=now)
+def open_copy(residency: Residency, key: CheckpointKey = KEY, holder: str = "load", now: float = 0.0) -> DramCopy:
+    return residency.open_copy(key, layout=LAYOUT, size_bytes=33, holder=holder, now=now)
 
 
-def a_whole_copy(residency: Residency, key: CheckpointKey = KEY, *chunks: int) -> DramCopy:
-    copy = reserve(residency, key, chunks or (0, 1), now=0.0)
-    residency.complete(copy.copy_id)
-    assert residency.end_load(copy.copy_id, now=1.0) == ()
+def a_copy(residency: Residency, *ready: ChunkId, key: CheckpointKey = KEY, first: int = 0) -> DramCopy:
+    """An idle copy with these chunks; its places begin with `first`."""
+    copy = open_copy(residency, key)
+    residency.place(copy.copy_id, range(first, first + 4))
+    for chunk in ready:
+        residency.arrive(copy.copy_id, chunk)
+    residency.let_go(copy.copy_id, "load", now=1.0)
     residency.check()
     return copy
 
 
-def test_a_copy_is_found_only_when_every_byte_of_it_is_in() -> None:
+def test_a_copy_is_found_by_its_content_and_is_whole_when_every_byte_is_in() -> None:
     residency = a_residency()
-    copy = reserve(residency, KEY, (0, 1), (2,), now=0.0)
-    assert residency.find(KEY) is None
-    assert source_tier(residency, KEY) is Tier.REMOTE
-    residency.complete(copy.copy_id)
-    found = residency.find(KEY)
-    assert found is not None
-    assert found.chunks == (0, 1, 2)
-    assert residency.used_chunks() == 3
-    assert source_tier(residency, KEY) is Tier.DRAM
+    copy = open_copy(residency)
+    assert residency.find(KEY) is copy
     assert residency.find(OTHER) is None, "other content is another checkpoint"
-
-
-def test_the_source_is_the_fastest_tier_that_holds_it() -> None:
-    residency = a_residency()
-    assert source_tier(residency, KEY) is Tier.REMOTE
-    residency.add_ssd(KEY, size_bytes=10, now=0.0)
-    assert source_tier(residency, KEY) is Tier.SSD
-    a_whole_copy(residency)
-    assert source_tier(residency, KEY) is Tier.DRAM
-
-
-def test_chunks_of_a_load_that_did_not_end_well_are_free_again() -> None:
-    residency = a_residency()
-    copy = reserve(residency, KEY, (3, 4), now=0.0)
-    assert residency.end_load(copy.copy_id, now=1.0) == (3, 4)
-    assert residency.used_chunks() == 0
-
-
-def test_chunks_that_a_worker_still_maps_are_freed_when_it_lets_go() -> None:
-    residency = a_residency()
-    copy = reserve(residency, KEY, (3, 4), now=0.0)
-    residency.add_lease(copy.copy_id, "inst-1")
-    assert residency.end_load(copy.copy_id, now=1.0) == ()
-    assert residency.find(KEY) is None
+    assert copy.unplaced() == [A, B, C, D]
+    residency.place(copy.copy_id, (7, 5, 3, 1))
+    assert copy.unplaced() == []
+    assert copy.partitions() == ((7, 3, 1), (5,)), "in file order"
+    for chunk in (A, B, D):
+        residency.arrive(copy.copy_id, chunk)
+    assert not copy.is_whole
+    assert copy.ready_bytes == 25
+    residency.arrive(copy.copy_id, C)
+    assert copy.is_whole
+    assert copy.ready_bytes == 35
+    assert residency.used_chunks() == 4
     residency.check()
-    assert residency.end_lease("inst-1", now=2.0) == (3, 4)
-    assert residency.end_lease("inst-1", now=3.0) == (), "the end of a lease may be seen twice"
 
 
-def test_a_resident_copy_outlives_its_leases() -> None:
+def test_what_a_load_did_not_fill_is_free_again_and_what_it_did_stays_for_the_next() -> None:
+    """L2: a model may be partly resident."""
+    residency = a_residency()
+    copy = open_copy(residency)
+    residency.place(copy.copy_id, (7, 5, 3, 1))
+    residency.arrive(copy.copy_id, B)
+    assert residency.let_go(copy.copy_id, "load", now=1.0) == (7, 3, 1)
+    residency.check()
+    again = open_copy(residency, holder="next")
+    assert again is copy
+    assert again.unplaced() == [A, C, D]
+    residency.place(copy.copy_id, (0, 1, 2))
+    assert copy.places == {A: 0, B: 5, C: 1, D: 2}
+
+
+def test_a_load_that_filled_nothing_leaves_nothing() -> None:
+    residency = a_residency()
+    copy = open_copy(residency)
+    residency.place(copy.copy_id, (0, 1, 2, 3))
+    assert residency.let_go(copy.copy_id, "load", now=1.0) == (0, 1, 2, 3)
+    assert residency.find(KEY) is residency.copy(copy.copy_id) is None
+    assert residency.let_go(copy.copy_id, "load", now=2.0) == (), "it may be let go of twice"
+    assert residency.drop(copy.copy_id) == ()
+
+
+def test_a_copy_outlives_its_holders_and_is_held_until_the_last_of_them() -> None:
     """L11: unload is free; the bytes stay for the next load."""
     residency = a_residency()
-    copy = a_whole_copy(residency)
-    residency.add_lease(copy.copy_id, "inst-1")
-    residency.add_lease(copy.copy_id, "inst-2")
-    assert sorted(residency.leases()) == ["inst-1", "inst-2"]
-    assert residency.dram_candidates()[0].is_held
-    residency.end_lease("inst-1", now=2.0)
-    assert residency.dram_candidates()[0].is_held
-    residency.end_lease("inst-2", now=3.0)
+    copy = a_copy(residency, A, B, C, D)
+    for holder in ("instance 1", "instance 2"):
+        residency.hold(copy.copy_id, holder, now=2.0)
+    assert residency.let_go(copy.copy_id, "somebody else", now=3.0) == ()
+    for holder in ("instance 1", "instance 2"):
+        assert residency.dram_candidates()[0].is_held
+        assert residency.let_go(copy.copy_id, holder, now=3.0) == ()
     assert not residency.dram_candidates()[0].is_held
-    assert residency.find(KEY) is not None
+    assert copy.used_s == 3.0
+    assert residency.find(KEY) is copy
 
 
-def test_dropping_a_leased_copy_waits_for_the_lease_and_hides_it_at_once() -> None:
+def test_a_held_copy_that_must_go_is_hidden_at_once_and_gives_its_chunks_back_at_the_end() -> None:
     residency = a_residency()
-    copy = a_whole_copy(residency)
-    residency.add_lease(copy.copy_id, "inst-1")
+    copy = a_copy(residency, A, B, C, D)
+    residency.hold(copy.copy_id, "instance 1", now=2.0)
     assert residency.drop(copy.copy_id) == ()
     assert residency.find(KEY) is None
-    second = reserve(residency, KEY, (5,), now=2.0)
+    assert residency.resident() == (), "what is doomed is not offered"
+    second = open_copy(residency)
+    assert second is not copy
+    residency.place(second.copy_id, (4, 5, 6, 7))
     residency.check()
-    assert residency.end_lease("inst-1", now=3.0) == (0, 1)
-    assert residency.copy(second.copy_id) is not None
-    assert residency.drop(copy.copy_id) == (), "it is gone already"
+    assert residency.let_go(copy.copy_id, "instance 1", now=3.0) == (0, 1, 2, 3)
+    assert residency.dram_copies() == (second,)
+    residency.check()
 
 
-def test_a_hit_is_held_while_it_is_being_given_out() -> None:
+def test_an_idle_copy_gives_up_its_last_chunks_first() -> None:
+    """L2: a load begins with the first chunks, so those are worth most."""
     residency = a_residency()
-    copy = a_whole_copy(residency)
-    residency.begin_load(copy.copy_id, now=2.0)
-    assert residency.drop(copy.copy_id) == ()
+    copy = a_copy(residency, A, B, C, D)
+    assert residency.shed(copy.copy_id, 0) == ()
+    assert residency.shed(copy.copy_id, 1) == (3,)
+    assert copy.unplaced() == [D]
     residency.check()
-    assert residency.end_load(copy.copy_id, now=3.0) == (0, 1)
+    assert residency.shed(copy.copy_id, 2) == (1, 2)
+    assert copy.ready == {A}
+    assert residency.shed(copy.copy_id, 1) == (0,)
+    assert residency.copy(copy.copy_id) is None
+    residency.check()
 
 
 def test_an_ssd_copy_goes_together_with_what_dram_holds_of_it() -> None:
     residency = a_residency()
-    residency.add_ssd(KEY, size_bytes=10, now=0.0)
-    a_whole_copy(residency)
+    residency.add_ssd(KEY, layout=LAYOUT, size_bytes=40, now=0.0)
+    a_copy(residency, A, B)
     assert residency.evict(KEY) == (0, 1)
     assert residency.ssd(KEY) is None
-    assert residency.ssd_used_bytes() == 0
+    assert residency.ssd_used_bytes() == residency.used_chunks() == 0
 
 
-def test_an_ssd_copy_is_held_by_instances_and_loads_and_cold_ones_go_first() -> None:
+def test_an_ssd_copy_that_is_no_good_leaves_what_dram_has() -> None:
+    residency = a_residency()
+    residency.add_ssd(KEY, layout=LAYOUT, size_bytes=40, now=0.0)
+    copy = a_copy(residency, A, B)
+    residency.remove_ssd(KEY)
+    residency.remove_ssd(KEY)
+    assert residency.find(KEY) is copy
+    residency.use_ssd(KEY, now=5.0)
+    assert residency.ssd_copies() == (), "using a copy that was removed meanwhile changes nothing"
+
+
+def test_space_is_reserved_for_all_of_a_copy_from_its_first_byte_on() -> None:
+    residency = a_residency()
+    copy = residency.add_ssd(KEY, layout=LAYOUT, size_bytes=40, now=0.0, missing=LAYOUT.chunks())
+    assert not copy.is_whole
+    assert residency.ssd_used_bytes() == 40
+    copy.missing.clear()
+    assert copy.is_whole
+
+
+def test_an_ssd_copy_is_held_by_fetches_and_by_whoever_holds_it_in_dram_and_cold_ones_go_first() -> None:
     residency = a_residency()
     cold, warm = KEY, OTHER
-    residency.add_ssd(warm, size_bytes=30, now=0.0)
-    residency.add_ssd(cold, size_bytes=40, now=5.0)
-    copy = a_whole_copy(residency, warm)
-    candidates = residency.ssd_candidates()
-    assert choose_victims(candidates, need=50, capacity=100) == Evict(keys=(cold,)), "DRAM holds the older one"
-    residency.add_lease(copy.copy_id, "inst-1")
+    residency.add_ssd(warm, layout=LAYOUT, size_bytes=30, now=0.0)
+    fetched = residency.add_ssd(cold, layout=LAYOUT, size_bytes=40, now=5.0)
+    copy = a_copy(residency, A, key=warm)
+    gone = choose_victims(residency.ssd_candidates(), need=50, capacity=100)
+    assert gone == Evict(victims=(Victim(key=cold, size=40),)), "DRAM holds the older one"
+    residency.hold(copy.copy_id, "instance 1", now=6.0)
     residency.use_ssd(warm, now=6.0)
-    decision = choose_victims(residency.ssd_candidates(), need=100, capacity=100)
-    assert decision == Wait(obtainable=70, held=30), "an instance maps the warm one"
-    reserve(residency, cold, (6,), now=7.0)
-    assert all(candidate.is_held for candidate in residency.ssd_candidates()), "a load reads the cold one"
-    residency.end_lease("inst-1", now=8.0)
+    assert choose_victims(residency.ssd_candidates(), need=100, capacity=100) == Wait(obtainable=70, held=30)
+    fetched.users.add("filling")
+    assert all(candidate.is_held for candidate in residency.ssd_candidates())
+    residency.let_go(copy.copy_id, "instance 1", now=8.0)
     assert [candidate.is_held for candidate in residency.ssd_candidates()] == [False, True]
 
 
-def test_using_a_copy_that_was_removed_meanwhile_changes_nothing() -> None:
+@pytest.mark.parametrize("tier", [Tier.SSD, Tier.DRAM])
+def test_a_pin_keeps_a_copy_and_in_dram_what_it_stands_on_too(tier: Tier) -> None:
     residency = a_residency()
-    residency.add_ssd(KEY, size_bytes=10, now=0.0)
+    residency.add_ssd(KEY, layout=LAYOUT, size_bytes=40, now=0.0)
+    a_copy(residency, A)
+    residency.pin("m", tier)
+    assert residency.ssd_candidates()[0].is_held
+    assert residency.dram_candidates()[0].is_held is (tier is Tier.DRAM)
+    assert [model.pinned for model in residency.resident()] == [(tier,)]
+    residency.unpin("m", tier)
+    assert not residency.ssd_candidates()[0].is_held
+
+
+def test_pins_of_two_tiers_are_two_pins() -> None:
+    residency = a_residency()
+    residency.pin("m", Tier.SSD)
+    residency.pin("m", Tier.DRAM)
+    residency.unpin("m", Tier.SSD)
+    assert residency.pinned("m") == {Tier.DRAM}
+    residency.pin("m", Tier.SSD)
+    residency.unpin("m")
+    assert residency.pinned("m") == set()
+    residency.unpin("m", Tier.DRAM)
+    assert residency.pinned("m") == set(), "a pin that is not there may be taken away"
+
+
+def test_what_is_resident_is_told_once_with_the_fastest_tier_that_has_all_of_it() -> None:
+    residency = a_residency()
+    residency.add_ssd(KEY, layout=LAYOUT, size_bytes=40, now=0.0)
+    residency.add_ssd(OTHER, layout=LAYOUT, size_bytes=40, now=0.0, missing=(A,))
+    first, second = residency.resident()
+    assert (first.tier, first.size_bytes, first.ssd_bytes, first.dram_bytes) == (Tier.SSD, 35, 35, 0)
+    assert (second.tier, second.ssd_bytes) == (Tier.REMOTE, 25), "a part of a checkpoint is no checkpoint"
+    copy = a_copy(residency, A, D)
+    assert (residency.resident()[0].tier, residency.resident()[0].dram_bytes) == (Tier.SSD, 15)
+    residency.hold(copy.copy_id, "load", now=2.0)
+    residency.place(copy.copy_id, (6, 7))
+    for chunk in (B, C):
+        residency.arrive(copy.copy_id, chunk)
+    assert (residency.resident()[0].tier, residency.resident()[0].dram_bytes) == (Tier.DRAM, 35)
     residency.remove_ssd(KEY)
-    residency.use_ssd(KEY, now=2.0)
-    assert residency.ssd_copies() == ()
+    assert [model.checkpoint_digest for model in residency.resident()] == [OTHER.checkpoint_digest, "xxh3:1"]
 
 
-def test_what_is_resident_is_told_once_with_its_fastest_tier() -> None:
+def test_a_copy_with_nothing_in_it_yet_is_not_resident() -> None:
     residency = a_residency()
-    for key in (KEY, OTHER):
-        residency.add_ssd(key, size_bytes=10, now=0.0)
-    copy = a_whole_copy(residency)
-    reserve(residency, OTHER, (7,), now=2.0)
-    tiers = {model.checkpoint_digest: model.tier for model in residency.resident()}
-    assert tiers == {KEY.checkpoint_digest: Tier.DRAM, OTHER.checkpoint_digest: Tier.SSD}
-    residency.add_lease(copy.copy_id, "inst-1")
-    residency.drop(copy.copy_id)
-    assert {model.tier for model in residency.resident()} == {Tier.SSD}, "what is doomed is not offered"
+    residency.add_ssd(KEY, layout=LAYOUT, size_bytes=40, now=0.0, missing=LAYOUT.chunks())
+    open_copy(residency)
+    assert residency.resident() == ()
 
 
 def test_copies_can_be_listed_by_model() -> None:
     residency = a_residency()
-    residency.add_ssd(KEY, size_bytes=10, now=0.0)
-    a_whole_copy(residency)
+    residency.add_ssd(KEY, layout=LAYOUT, size_bytes=10, now=0.0)
+    a_copy(residency, A)
     assert len(residency.ssd_copies("m")) == len(residency.dram_copies("m")) == 1
     assert residency.ssd_copies("n") == residency.dram_copies("n") == ()
-
-
-@pytest.mark.parametrize(
-    ("source", "crossed"),
-    [
-        (Tier.REMOTE, (Tier.REMOTE, Tier.SSD)),
-        (Tier.SSD, (Tier.SSD,)),
-        (Tier.DRAM, (Tier.DRAM,)),
-        (Tier.GPU, ()),
-    ],
-)
-def test_a_load_reports_every_tier_that_it_crossed(source: Tier, crossed: tuple[Tier, ...]) -> None:
-    """L10: every load reports actual latency and tier path."""
-    assert tiers_crossed(source) == crossed
-    seconds = dict.fromkeys(crossed, 2.0)
-    assert reports(source, size_bytes=7, seconds=seconds) == tuple(
-        TierReport(tier=tier, size_bytes=7, seconds=2.0) for tier in crossed
-    )
-
-
-class Model:
-    """Random operations on a residency, with a set of free chunks kept beside it as a pool does."""
-
-    def __init__(self, random_source: random.Random) -> None:
-        self.random = random_source
-        self.residency = Residency(chunk_count=12, ssd_size_bytes=100)
-        self.free = set(range(12))
-        self.loading: list[int] = []
-        self.now = 0.0
-        self.instances = 0
-
-    def step(self) -> None:
-        self.now += 1.0
-        actions = (self.reserve, self.complete, self.hit, self.end, self.lease, self.end_lease, self.drop, self.evict)
-        self.give_back(self.random.choice(actions)())
-        self.residency.check()
-        assert self.residency.used_chunks() + len(self.free) == 12
-        assert len(self.loading) == sum(copy.is_loading for copy in self.residency.dram_copies())
-
-    def give_back(self, chunks: tuple[int, ...]) -> None:
-        assert self.free.isdisjoint(chunks), "freed twice"
-        self.free.update(chunks)
-
-    def key(self) -> CheckpointKey:
-        return CheckpointKey(model_id=f"m{self.random.randrange(4)}", checkpoint_digest="d")
-
-    def reserve(self) -> tuple[int, ...]:
-        key, need = self.key(), self.random.randrange(1, 6)
-        if self.residency.find(key) is not None:
-            return ()
-        decision = choose_victims(self.residency.dram_candidates(), need=need, capacity=12)
-        if not isinstance(decision, Evict):
-            return ()
-        for copy_id in decision.keys:
-            self.give_back(self.residency.drop(copy_id))
-        assert len(self.free) >= need, "what was evicted is free now"
-        chunks = tuple(sorted(self.free)[:need])
-        self.free.difference_update(chunks)
-        copy = reserve(self.residency, key, chunks, now=self.now)
-        self.loading.append(copy.copy_id)
-        return ()
-
-    def complete(self) -> tuple[int, ...]:
-        if self.loading:
-            self.residency.complete(self.random.choice(self.loading))
-        return ()
-
-    def hit(self) -> tuple[int, ...]:
-        copy = self.residency.find(self.key())
-        if copy is not None and not copy.is_loading:
-            self.residency.begin_load(copy.copy_id, now=self.now)
-            self.loading.append(copy.copy_id)
-        return ()
-
-    def end(self) -> tuple[int, ...]:
-        if not self.loading:
-            return ()
-        return self.residency.end_load(self.loading.pop(self.random.randrange(len(self.loading))), now=self.now)
-
-    def lease(self) -> tuple[int, ...]:
-        if self.loading:
-            self.instances += 1
-            self.residency.add_lease(self.random.choice(self.loading), f"inst-{self.instances}")
-        return ()
-
-    def end_lease(self) -> tuple[int, ...]:
-        leases = list(self.residency.leases())
-        return self.residency.end_lease(self.random.choice(leases), now=self.now) if leases else ()
-
-    def drop(self) -> tuple[int, ...]:
-        copies = self.residency.dram_copies()
-        return self.residency.drop(self.random.choice(copies).copy_id) if copies else ()
-
-    def evict(self) -> tuple[int, ...]:
-        key = self.key()
-        if self.residency.ssd(key) is None:
-            self.residency.add_ssd(key, size_bytes=5, now=self.now)
-            return ()
-        return self.residency.evict(key)
-
-
-@seed(20261129)
-@settings(max_examples=60, deadline=None, database=None)
-@given(st.integers(0, 2**32))
-def test_used_chunks_are_the_sum_of_the_residents_after_every_step(random_seed: int) -> None:
-    model = Model(random.Random(random_seed))
-    for _ in range(120):
-        model.step()
-    for instance_id in list(model.residency.leases()):
-        model.give_back(model.residency.end_lease(instance_id, now=model.now))
-    while model.loading:
-        model.give_back(model.end())
-    for copy in model.residency.dram_copies():
-        model.give_back(model.residency.drop(copy.copy_id))
-    assert model.free == set(range(12)), f"chunks were lost with seed {random_seed}"

@@ -1,4 +1,4 @@
-"""The parts of the agent that touch files: configuration, the SSD directory, leases, and fetching."""
+"""The small parts of the agent: configuration, digests, the probe, leases, outcomes and progress."""
 
 from __future__ import annotations
 
@@ -10,26 +10,22 @@ import sys
 from pathlib import Path
 
 import ckptio
-import obstore
 import pytest
 from whimbrel.chassis.config import ConfigError, from_env
 from whimbrel.chassis.testing import InMemoryHub
-from whimbrel.wire.errors import InvalidRequest, QueueFull, Unavailable
+from whimbrel.wire.errors import InvalidRequest, QueueFull
 from whimbrel.wire.messages import ImportModel
 
-from services.storage_agent.checkpoints import OpenCheckpoints, checkpoint_digest, open_checkpoint
+from services.storage_agent.checkpoints import OpenCheckpoints, open_checkpoint
 from services.storage_agent.config import AgentConfig
-from services.storage_agent.core.residency import CheckpointKey
-from services.storage_agent.fetch import Fetch
+from services.storage_agent.core.chunks import CheckpointKey
 from services.storage_agent.imports import JOBS_MAX, ImportJobs
 from services.storage_agent.leases import LeaseFiles, retire, take_over
 from services.storage_agent.outcomes import Outcomes
 from services.storage_agent.probing import choose, probe_ssd
 from services.storage_agent.progress import Progress
 from services.storage_agent.repository import Repository
-from services.storage_agent.ssd import SsdDirectory
-from services.storage_agent.threads import Threads
-from tests.unit.storage_agent.harness import CHUNK_BYTES, a_config, damage, publish
+from tests.unit.storage_agent.harness import CHUNK_BYTES, a_config, publish
 
 ROOT = Path(__file__).parents[3]
 
@@ -94,54 +90,16 @@ def test_open_checkpoints_are_bounded_and_forget_the_least_recently_used(home: P
     opened = OpenCheckpoints(checkpoints_max=2)
     keys = [CheckpointKey(model_id=name, checkpoint_digest=publish(config, name)) for name in "abc"]
     for key in keys[:2]:
-        opened.put(open_checkpoint(key, home / "repository" / key.model_id))
+        opened.put(open_checkpoint(home / "repository" / key.model_id, key.model_id))
     assert opened.get(keys[0]) is not None
-    opened.put(open_checkpoint(keys[2], home / "repository" / "c"))
+    opened.put(open_checkpoint(home / "repository" / "c", "c"))
     assert opened.get(keys[1]) is None
     assert opened.get(keys[0]) is not None
     opened.forget(keys[0])
     assert opened.get(keys[0]) is None
 
 
-# --- the SSD directory ---
-
-
-def test_a_scan_finds_whole_checkpoints_with_the_time_since_they_were_used(home: Path) -> None:
-    config = a_config(home, repository_url=f"file://{home / 'ssd'}")
-    digest = publish(config, "org/m")
-    directory = SsdDirectory(home / "ssd")
-    os.utime(directory.path_of("org/m"), (0, 0))
-    (found,) = directory.scan()
-    assert found.key == CheckpointKey(model_id="org/m", checkpoint_digest=digest)
-    assert found.idle_s > 1e9
-    directory.touch("org/m")
-    assert directory.scan()[0].idle_s < 60
-    directory.touch("not/there")
-
-
-@pytest.mark.parametrize("file", ["partition_0.bin", "config.json", "index.msgpack"])
-def test_a_scan_removes_a_checkpoint_that_lacks_a_file(home: Path, file: str) -> None:
-    config = a_config(home, repository_url=f"file://{home / 'ssd'}")
-    publish(config, "m")
-    (home / "ssd" / "m" / file).unlink()
-    assert SsdDirectory(home / "ssd").scan() == []
-    assert not (home / "ssd" / "m").exists()
-
-
-def test_a_directory_is_replaced_and_removed_without_ever_being_half(home: Path) -> None:
-    directory = SsdDirectory(home)
-    for content in ("old", "new"):
-        partial = directory.begin("m")
-        (partial / "file").write_text(content)
-        directory.publish("m")
-    assert (home / "m" / "file").read_text() == "new"
-    assert [path.name for path in home.iterdir()] == ["m"]
-    directory.remove("m")
-    directory.remove("m")
-    assert list(home.iterdir()) == []
-    directory.begin("m")
-    directory.abandon("m")
-    assert list(home.iterdir()) == []
+# --- the probe ---
 
 
 def test_the_probe_measures_a_disk_and_leaves_nothing(tmp_path: Path, home: Path) -> None:
@@ -250,89 +208,6 @@ def test_a_lease_that_was_cut_short_says_nothing(home: Path) -> None:
     os.close(holder)
 
 
-# --- fetching ---
-
-
-class Unreliable(Repository):
-    """A repository whose first answer for every range has one byte wrong."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.answered: list[int] = []
-
-    async def read_range(self, model_id: str, file: str, offset_bytes: int, size_bytes: int) -> obstore.Bytes:
-        data = await super().read_range(model_id, file, offset_bytes, size_bytes)
-        self.answered.append(offset_bytes)
-        if self.answered.count(offset_bytes) == 1:
-            wrong = bytearray(data)
-            wrong[7] ^= 0xFF
-            return obstore.Bytes(bytes(wrong))
-        return data
-
-
-async def fetch(repository: Repository, key: CheckpointKey, partial: Path) -> tuple[int, list[tuple[int, int]]]:
-    progress: list[tuple[int, int]] = []
-    needed: list[int] = []
-
-    async def make_room(size_bytes: int) -> None:
-        assert list(partial.iterdir()) == [], "room is made before anything is written"
-        needed.append(size_bytes)
-
-    partial.mkdir()
-    threads = Threads(2, "test")
-    try:
-        run = Fetch(repository, key, partial, threads=threads, on_progress=lambda *latest: progress.append(latest))
-        size_bytes = await run.run(make_room)
-    finally:
-        threads.close()
-    assert needed == [size_bytes]
-    return size_bytes, progress
-
-
-async def test_a_fetch_copies_every_byte_and_says_how_far_it_is(home: Path) -> None:
-    config = a_config(home)
-    key = CheckpointKey(model_id="m", checkpoint_digest=publish(config, "m", size_bytes=9 * CHUNK_BYTES))
-    size_bytes, progress = await fetch(Repository(config.repository_url), key, home / "partial")
-    ckptio.verify(home / "partial")
-    assert checkpoint_digest(ckptio.read_manifest(home / "partial")) == key.checkpoint_digest
-    files = [path for path in (home / "partial").rglob("*") if path.is_file() and path.name != "manifest.json"]
-    assert size_bytes == sum(path.stat().st_size for path in files)
-    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
-    assert progress[-1][0] == progress[-1][1] == (home / "partial" / "partition_0.bin").stat().st_size
-
-
-async def test_a_chunk_that_arrives_damaged_is_read_once_more(home: Path) -> None:
-    config = a_config(home)
-    key = CheckpointKey(model_id="m", checkpoint_digest=publish(config, "m", size_bytes=3 * CHUNK_BYTES))
-    repository = Unreliable(config.repository_url)
-    await fetch(repository, key, home / "partial")
-    ckptio.verify(home / "partial")
-    assert {repository.answered.count(offset_bytes) for offset_bytes in repository.answered} == {2}
-
-
-async def test_a_fetch_of_a_damaged_chunk_ends_with_its_file_and_offset(home: Path) -> None:
-    config = a_config(home)
-    key = CheckpointKey(model_id="m", checkpoint_digest=publish(config, "m", size_bytes=3 * CHUNK_BYTES))
-    damage(home / "repository" / "m" / "partition_0.bin", CHUNK_BYTES)
-    with pytest.raises(ckptio.CorruptCheckpoint) as caught:
-        await fetch(Repository(config.repository_url), key, home / "partial")
-    assert caught.value.path == home / "repository" / "m" / "partition_0.bin"
-    assert caught.value.offset_bytes == CHUNK_BYTES
-
-
-@pytest.mark.parametrize("url", ["gopher://somewhere/models", "models"])
-def test_a_repository_url_that_nobody_knows_is_refused_with_its_text(url: str) -> None:
-    with pytest.raises(ConfigError, match=f"WB_REPOSITORY_URL.*{url}"):
-        Repository(url)
-
-
-async def test_a_repository_that_fails_is_unavailable_and_names_the_file(home: Path) -> None:
-    config = a_config(home)
-    publish(config, "m")
-    with pytest.raises(Unavailable, match=r"partition_0\.bin"):
-        await Repository(config.repository_url).read_range("m", "partition_0.bin", 10**12, 1)
-
-
 # --- outcomes and jobs ---
 
 
@@ -349,6 +224,7 @@ async def test_a_full_import_queue_refuses_the_next_job(home: Path) -> None:
         bus=InMemoryHub().bus(),
         repository=Repository(f"file://{home}"),
         chunk_size_bytes=CHUNK_BYTES,
+        staging_dir=home / "staging",
         on_change=lambda: None,
     )
     commands = [

@@ -39,6 +39,7 @@ class ChunkCopier:
         self._counts = [chunk_count(part.padded_bytes, chunk_size_bytes) for part in index.partitions]
         self._left = set(range(len(copies)))
         self._pool = pool
+        self._is_over = False
         self.size_bytes = sum(size_bytes for *_, size_bytes in copies)
         self._pipeline: _native.CopyPipeline = require_native().CopyPipeline(
             [buffer.memory for buffer in buffers], copies, pool.mapping, [], chunk_size_bytes, True
@@ -79,6 +80,7 @@ class ChunkCopier:
         """
         if self._left:
             raise ValueError(f"{len(self._left)} chunks were never delivered")
+        self._is_over = True
         code, operation, copied_bytes, seconds, was_cancelled = self._pipeline.finish(False, cancel, progress)
         if code:
             raise device_error(code, operation)
@@ -87,8 +89,10 @@ class ChunkCopier:
         return TierReport(tier="GPU", size_bytes=copied_bytes, seconds=seconds)
 
     def abandon(self) -> None:
-        """Drops what has not started, and waits for what has; the buffers then hold anything."""
-        self._pipeline.finish(True, None, None)
+        """Drops what has not started, and waits for what has; the buffers then hold anything. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self._pipeline.finish(True, None, None)
 
 
 def check_buffers(index: Index, buffers: Sequence[DeviceBuffer]) -> None:

@@ -1,0 +1,394 @@
+"""Owns a filling: one checkpoint on its way up to a tier, once for all who wait for it.
+
+    REMOTE ──ranges──▶ chunk of the pool ──▶ listeners: copiers to GPUs
+    SSD ───direct────▶        │
+                              └──▶ SSD, in the same pass (what DRAM has can be used before the SSD has it)
+
+What each tier has is worked out anew before each move, so a copy that was cut off goes on where it was, and a chunk
+that turns out to be bad on the SSD is fetched again alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+
+import ckptio
+import structlog
+from whimbrel.wire.errors import InternalError, LoadFailed, Unavailable, WhimbrelError
+from whimbrel.wire.messages import Tier, WaitStage
+
+from services.storage_agent.core.chunks import CheckpointKey, ChunkId
+from services.storage_agent.core.path import Begin, Crossed, Fetch, Move, Read, next_move, source_tier
+from services.storage_agent.core.residency import DramCopy, SsdCopy
+from services.storage_agent.fetch import Source
+from services.storage_agent.outcomes import forget_frames
+from services.storage_agent.paths import Paths
+from services.storage_agent.ssd_reads import SsdReads
+from services.storage_agent.storing import Storing
+from services.storage_agent.tiers import ROOM_S_MAX, Tiers
+
+log = structlog.get_logger()
+
+# Ranges in flight: two fill a fast network while others are verified; more brings little and, where there is no chunk
+# of the pool to fill, costs a chunk of memory each.
+RANGES_IN_FLIGHT = 4
+
+# An instance that was told to unload lets go in less than this.
+ROOM_SOON_S = 1.0
+
+# What says that an SSD copy is no good as a whole, rather than that something is away.
+DAMAGE = (ckptio.CorruptCheckpoint, ckptio.TruncatedCheckpoint, ckptio.MissingFile, ckptio.UnsupportedFormat, OSError)
+
+
+class Step(StrEnum):
+    """How far a filling is. Each is reached once; PLACED only on the way to DRAM."""
+
+    STARTED = "started"  # its turn came
+    PLACED = "placed"  # every chunk has a place in the pool
+    READY = "ready"  # the tier that was wanted has every byte
+    STORED = "stored"  # and the SSD what it gets of it
+
+
+class Filling:
+    """One checkpoint's way. `run` is the whole of it; everybody else waits for its steps."""
+
+    def __init__(
+        self,
+        key: CheckpointKey,
+        wanted: Tier,
+        *,
+        tiers: Tiers,
+        paths: Paths,
+        source: Source,
+        reads: SsdReads,
+        stall_s_max: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.key = key
+        self.wanted = wanted
+        self.copy: DramCopy | None = None
+        self.crossed: dict[Tier, Crossed] = {}
+        self.stage = WaitStage.QUEUED
+        self._tiers = tiers
+        self._paths = paths
+        self._source = source
+        self._reads = reads
+        self._stall_s_max = stall_s_max
+        self._clock = clock
+        self._holder = f"filling of {key.model_id} at {id(self):x}"
+        self._steps = {step: asyncio.get_running_loop().create_future() for step in Step}
+        self._waiters: set[str] = set()
+        self._listeners: list[Callable[[ChunkId], None]] = []
+        self._started_s: float | None = None
+        self._moved_s: float | None = None  # when a byte moved last; None while it waits for a turn
+        self._under_way_bytes = 0
+        self._has_rejected = False
+        self._crossing = Crossed()
+        self._crossing_since_s = 0.0
+        self.source_tier = source_tier(tiers.residency.find(key), tiers.residency.ssd(key))
+        for future in self._steps.values():
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    # --- for those who wait ---
+
+    def join(self, holder: str, wanted: Tier) -> None:
+        """Wait for it as well. On the way to DRAM the copy is held for `holder` from PLACED on until it leaves."""
+        self._waiters.add(holder)
+        if wanted is Tier.DRAM:
+            self.wanted = Tier.DRAM
+        if self.copy is not None:
+            self._tiers.hold(self.copy, holder)
+
+    def leave(self, holder: str) -> bool:
+        """Wait no more; True when nobody does."""
+        self._waiters.discard(holder)
+        if self.copy is not None:
+            self._tiers.let_go(self.copy.copy_id, holder)
+        return not self._waiters
+
+    async def until(self, step: Step) -> None:
+        """Raises what ended the filling instead."""
+        await asyncio.shield(self._steps[step])
+
+    def has(self, step: Step) -> bool:
+        return self._steps[step].done()
+
+    def listen(self, listener: Callable[[ChunkId], None]) -> None:
+        """Be told of each chunk as it becomes ready in DRAM; what is ready by now is in the copy."""
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[ChunkId], None]) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    @property
+    def done_bytes(self) -> int:
+        ssd = self._tiers.residency.ssd(self.key)
+        if self.copy is not None:
+            return min(self.total_bytes, self.copy.ready_bytes + self._under_way_bytes)
+        return 0 if ssd is None else ssd.layout.size_bytes - sum(ssd.layout.bytes_of(c) for c in ssd.missing)
+
+    @property
+    def total_bytes(self) -> int:
+        known = self.copy or self._tiers.residency.ssd(self.key)
+        return 0 if known is None else known.layout.size_bytes
+
+    def running_s(self, now: float) -> float:
+        return 0.0 if self._started_s is None else now - self._started_s
+
+    def give_up(self) -> None:
+        """It was cancelled: whoever still waits hears so."""
+        self._end(Unavailable(what=f"the load of {self.key.model_id} (it was cancelled)"))
+
+    # --- the whole of it ---
+
+    async def run(self) -> None:
+        """Until the wanted tier is whole and what the SSD gets of it is stored. Waiters hear of failures; only a
+        cancellation is raised."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch())
+                await self._fill()
+                watch.cancel()
+        except ExceptionGroup as failures:
+            forget_frames(failures)
+            self._end(self._explain(failures.exceptions[0]))
+        finally:
+            if self.copy is not None:
+                self._tiers.let_go(self.copy.copy_id, self._holder)
+            self._tiers.use(self.key)
+
+    async def _fill(self) -> None:
+        while (move := self._next_move()) is not None:
+            tier = Tier.SSD if isinstance(move, Read) else Tier.REMOTE
+            async with self._paths.turn(tier):
+                self._reach(Step.STARTED)
+                # What there is may have changed while others had their turn.
+                while (move := self._next_move()) is not None and tier is (
+                    Tier.SSD if isinstance(move, Read) else Tier.REMOTE
+                ):
+                    await self._perform(move)
+        for step in (Step.STARTED, Step.READY, Step.STORED):
+            self._reach(step)
+
+    def _next_move(self) -> Move | None:
+        residency = self._tiers.residency
+        return next_move(self.copy or residency.find(self.key), residency.ssd(self.key), wanted=self.wanted)
+
+    async def _perform(self, move: Move) -> None:
+        self._moved_s = self._clock()
+        ssd = self._tiers.residency.ssd(self.key)
+        if ssd is not None:
+            ssd.users.add(self._holder)  # nobody makes room by its removal meanwhile
+        try:
+            match move:
+                case Begin():
+                    self.stage = WaitStage.FETCHING
+                    self.source_tier = Tier.REMOTE
+                    published = await self._source.open(self.key)
+                    await self._tiers.begin_ssd(published, await self._source.small_files(published))
+                case Read(chunks=chunks):
+                    await self._read(chunks)
+                case Fetch():
+                    self.source_tier = Tier.REMOTE
+                    assert ssd is not None, "a fetch follows the small files"
+                    await self._fetch(ssd)
+        finally:
+            if ssd is not None:
+                ssd.users.discard(self._holder)
+            self._moved_s = None
+            self._under_way_bytes = 0
+
+    # --- SSD → DRAM ---
+
+    async def _read(self, chunks: Sequence[ChunkId]) -> None:
+        """Read into the pool; what is damaged on the SSD counts as missing there from now on."""
+        self.stage = WaitStage.LOADING
+        try:
+            checkpoint = await self._tiers.checkpoint(self.key)
+            copy = await self._place()
+            chunks = [chunk for chunk in chunks if chunk not in copy.ready]
+            self._begin_crossing(Tier.SSD)
+            await self._reads.read(checkpoint, copy, chunks, self._arrived)
+        except DAMAGE as damage:
+            await self._answer_damage(damage)
+
+    async def _answer_damage(self, damage: Exception) -> None:
+        chunk = self._reads.damaged_chunk(damage)
+        log.warning("ssd_copy_damaged", model_id=self.key.model_id, chunk=chunk, reason=str(damage))
+        if chunk is not None:
+            await self._tiers.damaged(self.key, chunk)
+            return
+        if self._has_rejected:
+            # The fetch verified every chunk, so it is this server's disk that damages them.
+            raise damage
+        self._has_rejected = True
+        await self._tiers.reject(self.key)
+
+    # --- REMOTE → DRAM and SSD ---
+
+    async def _fetch(self, ssd: SsdCopy) -> None:
+        self.stage = WaitStage.FETCHING
+        checkpoint = await self._tiers.checkpoint(self.key)
+        copy = await self._place_soon() if self.wanted is Tier.DRAM else None
+        storing = Storing(self._tiers, ssd, await self._tiers.writer(ssd))
+        try:
+            with self._resident(copy) as resident:
+                # Until it was held, an idle copy may have given up chunks to others.
+                move = self._next_move()
+                if isinstance(move, Fetch):
+                    places = {} if resident is None else resident.places
+                    await self._fetch_and_store(checkpoint.index, ssd, copy, places, move, storing)
+        finally:
+            await storing.close()
+        if ssd.is_whole:
+            await self._tiers.finish_ssd(ssd)
+
+    async def _fetch_and_store(
+        self,
+        index: ckptio.Index,
+        ssd: SsdCopy,
+        copy: DramCopy | None,
+        places: dict[ChunkId, int],
+        move: Fetch,
+        storing: Storing,
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(storing.run())
+                for chunk in move.store:
+                    storing.add_from_pool(chunk, places[chunk])
+                await self._fetch_chunks(index, ssd, copy, move.chunks, storing)
+                storing.end()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    @contextmanager
+    def _resident(self, copy: DramCopy | None) -> Iterator[DramCopy | None]:
+        """What DRAM has already, held meanwhile: on the way to the SSD nobody else does."""
+        resident = self._tiers.residency.find(self.key) if copy is None else copy
+        if resident is None or resident is self.copy:
+            yield resident
+            return
+        self._tiers.hold(resident, self._holder)
+        try:
+            yield resident
+        finally:
+            self._tiers.let_go(resident.copy_id, self._holder)
+
+    async def _fetch_chunks(
+        self,
+        index: ckptio.Index,
+        ssd: SsdCopy,
+        copy: DramCopy | None,
+        chunks: Sequence[ChunkId],
+        storing: Storing,
+    ) -> None:
+        """Several ranges at once, each into its place."""
+        left = iter(chunks)
+
+        async def take() -> None:
+            for chunk in left:
+                size_bytes = ssd.layout.bytes_of(chunk)
+                if copy is not None:
+                    with self._tiers.pool.chunk(copy.places[chunk])[:size_bytes] as view:
+                        await self._source.read_chunk(index, self.key.model_id, chunk, view, self._on_bytes)
+                    self._under_way_bytes = max(0, self._under_way_bytes - size_bytes)
+                    self._arrived([chunk])
+                    storing.add_from_pool(chunk, copy.places[chunk])
+                else:
+                    with memoryview(bytearray(size_bytes)) as view:
+                        await self._source.read_chunk(index, self.key.model_id, chunk, view, self._on_bytes)
+                        await storing.store(chunk, view)
+                    self._cross(size_bytes)
+
+        self._begin_crossing(Tier.REMOTE)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(RANGES_IN_FLIGHT):
+                group.create_task(take())
+
+    # --- steps ---
+
+    async def _place_soon(self) -> DramCopy | None:
+        """Room where there is some soon; the network does not wait for an instance that stays: then the SSD comes
+        first, and DRAM is filled from there."""
+        try:
+            return await self._place(ROOM_SOON_S)
+        except Unavailable as error:
+            log.info("fetching_to_ssd_only", model_id=self.key.model_id, reason=str(error))
+            return None
+
+    async def _place(self, wait_s: float = ROOM_S_MAX) -> DramCopy:
+        """Room for every chunk, once."""
+        if self.copy is None:
+            checkpoint = await self._tiers.checkpoint(self.key)
+            self._reads.check_chunk_size(checkpoint)
+            self.copy = await self._tiers.reserve(checkpoint, self._holder, wait_s)
+            for holder in self._waiters:
+                self._tiers.hold(self.copy, holder)
+            self._reach(Step.PLACED)
+        return self.copy
+
+    def _on_bytes(self, size_bytes: int) -> None:
+        self._moved_s = self._clock()
+        self._under_way_bytes += size_bytes
+
+    def _arrived(self, chunks: Sequence[ChunkId]) -> None:
+        copy = self.copy
+        assert copy is not None
+        self._moved_s = self._clock()
+        self._cross(sum(copy.layout.bytes_of(chunk) for chunk in chunks))
+        for chunk in chunks:
+            self._tiers.residency.arrive(copy.copy_id, chunk)
+            for listener in self._listeners:
+                listener(chunk)
+        if copy.is_whole:
+            # What is left is the SSD's part, for which nobody needs to wait.
+            self._reach(Step.READY)
+
+    def _reach(self, step: Step) -> None:
+        if step is Step.STARTED and self._started_s is None:
+            self._started_s = self._clock()
+        if not self._steps[step].done():
+            self._steps[step].set_result(None)
+
+    def _begin_crossing(self, tier: Tier) -> None:
+        self._crossing = self.crossed.setdefault(tier, Crossed())
+        self._crossing_since_s = self._clock() - self._crossing.seconds
+
+    def _cross(self, size_bytes: int) -> None:
+        """Noted with each chunk, so that whoever is woken by the last one can report it."""
+        self._crossing.size_bytes += size_bytes
+        self._crossing.seconds = self._clock() - self._crossing_since_s
+
+    async def _watch(self) -> None:
+        """A load has a progress limit, never a wall-clock one."""
+        while True:
+            moved_s = self._moved_s
+            await asyncio.sleep(self._stall_s_max if moved_s is None else moved_s + self._stall_s_max - self._clock())
+            if self._moved_s is not None and self._clock() - self._moved_s >= self._stall_s_max:
+                what = f"{self.source_tier} tier of {self.key.model_id} (no byte came for {self._stall_s_max:g} s)"
+                raise Unavailable(what=what)
+
+    def _end(self, error: Exception) -> None:
+        for future in self._steps.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _explain(self, error: Exception) -> WhimbrelError:
+        """What ended it, as those who wait should hear it."""
+        if isinstance(error, ExceptionGroup):
+            return self._explain(error.exceptions[0])
+        if isinstance(error, WhimbrelError):
+            return error
+        if isinstance(error, ckptio.CkptioError):
+            return LoadFailed(model_id=self.key.model_id, reason=str(error))
+        if isinstance(error, OSError):  # a full or failing disk is this server's trouble, not the checkpoint's
+            return Unavailable(what=f"storage of this server ({error})")
+        # A load that fails in an unknown way must not take the server with it.
+        log.error("filling_crashed", model_id=self.key.model_id, exc_info=error)
+        return InternalError(service="storage agent")

@@ -1,0 +1,39 @@
+"""Owns what is known of the slots of this server: their devices, as their workers tell (never configured)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from whimbrel.wire.errors import Unavailable
+from whimbrel.wire.messages import WorkerHeartbeat
+
+
+class Slots:
+    """Heard from heartbeats. A worker that is new says so within a second."""
+
+    def __init__(self) -> None:
+        self._heartbeats: dict[int, WorkerHeartbeat] = {}
+        self._heard = asyncio.Event()
+
+    def hear(self, heartbeat: WorkerHeartbeat) -> None:
+        is_new = heartbeat.slot not in self._heartbeats
+        self._heartbeats[heartbeat.slot] = heartbeat
+        if is_new:
+            self._heard.set()
+            self._heard = asyncio.Event()
+
+    def forget(self, slot: int, worker_epoch: int) -> None:
+        """The process is gone; what the next one says counts."""
+        known = self._heartbeats.get(slot)
+        if known is not None and known.epoch == worker_epoch:
+            del self._heartbeats[slot]
+
+    async def device_of(self, slot: int, timeout_s: float) -> str:
+        """The device of a slot, as soon as its worker has said it. Raises Unavailable when none does."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while slot not in self._heartbeats:
+                    await self._heard.wait()
+        except TimeoutError:
+            raise Unavailable(what=f"slot {slot} (no worker was heard for {timeout_s:g} s)") from None
+        return self._heartbeats[slot].device

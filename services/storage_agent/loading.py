@@ -57,6 +57,7 @@ class LoadRun:
     filling: Filling | None = None
     source: Tier = Tier.DRAM
     is_lent: bool = False
+    is_ending: bool = False
     copied: Crossed | None = None
 
     @property
@@ -119,6 +120,7 @@ class Loading:
             if not task.is_cancel_requested:
                 raise
         finally:
+            run.is_ending = True
             telling.cancel()
             await self._clean_up(run)
             del self._runs[task.task_id]
@@ -131,12 +133,12 @@ class Loading:
             async with self._paths.slot(run.task.slot):
                 await self._load(run)
             run.error = None
-        except ExceptionGroup as failures:
-            run.error = self._explain(run, failures.exceptions[0])
         except Exception as failure:  # the top of a task: one load must not take the server with it
             run.error = self._explain(run, failure)
 
     def _explain(self, run: LoadRun, error: Exception) -> WhimbrelError:
+        if isinstance(error, ExceptionGroup):
+            return self._explain(run, error.exceptions[0])
         if isinstance(error, WhimbrelError):
             return error
         if isinstance(error, ckptio.DeviceError):  # of this server, not of the checkpoint

@@ -93,9 +93,13 @@ class LoadLoop:
             await asyncio.sleep(0)
 
     async def cancel(self, task_id: str) -> None:
-        """End a load, between two chunks when it runs; nothing happens when it is not here."""
-        task = self._tasks.find(task_id)
-        if task is not None and not task.is_cancel_requested:
+        """End a load, between two chunks when it runs; nothing happens when it is not here, or ends already."""
+        # Not before its first step: without one it would never say how it ended.
+        asyncio.get_running_loop().call_soon(self._cancel, task_id)
+
+    def _cancel(self, task_id: str) -> None:
+        task, run = self._tasks.find(task_id), self._loading.run_of(task_id)
+        if task is not None and run is not None and not (task.is_cancel_requested or run.is_ending):
             task.is_cancel_requested = True
             self._working[task_id].cancel()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -30,7 +31,9 @@ class Threads:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             stop()
-            await asyncio.wait([future])
+            while not future.done():
+                with suppress(asyncio.CancelledError):  # however often it is cancelled, it can't leave sooner
+                    await asyncio.wait([future])
             if not future.cancelled():
                 future.exception()  # heard: it was most likely told to stop
             raise

@@ -33,7 +33,15 @@ def test_a_checkpoint_without_partitions_has_no_chunks() -> None:
 
 @pytest.mark.parametrize(
     ("chunk", "is_there"),
-    [((0, 2), True), ((1, 0), True), ((0, 3), False), ((1, 1), False), ((2, 0), False), ((-1, 0), False), ((0, -1), False)],
-)  # fmt: skip
+    [
+        ((0, 2), True),
+        ((1, 0), True),
+        ((0, 3), False),
+        ((1, 1), False),
+        ((2, 0), False),
+        ((-1, 0), False),
+        ((0, -1), False),
+    ],
+)
 def test_a_layout_knows_its_own_chunks(chunk: tuple[int, int], is_there: bool) -> None:
     assert a_layout(25, 10).has(ChunkId(*chunk)) is is_there

@@ -48,7 +48,8 @@ class Model:
         need = len(copy.unplaced())
         decision = choose_victims(self.residency.dram_candidates(), need=need, capacity=12)
         if not isinstance(decision, Evict):
-            return self.let_go(len(self.holds) - 1)
+            self.let_go(len(self.holds) - 1)
+            return
         for victim in decision.victims:
             assert victim.key != copy.copy_id, "its own chunks"
             self.give_back(self.residency.shed(victim.key, victim.size))

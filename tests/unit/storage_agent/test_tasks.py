@@ -64,7 +64,7 @@ def test_every_state_can_be_reached() -> None:
 
 def test_a_load_succeeds_in_one_way_wherever_its_bytes_come_from() -> None:
     task = a_task()
-    for event in "turn_came chunks_reserved worker_attached bytes_arrived worker_activated".split():
+    for event in ("turn_came", "chunks_reserved", "worker_attached", "bytes_arrived", "worker_activated"):
         assert not task.is_over
         task.on(TaskEvent(event))
         assert task.is_running is not task.is_over

@@ -122,18 +122,19 @@ void CopyPipeline::serve(Lane& lane) noexcept {
 void CopyPipeline::copy_all(Lane& lane) {
     const std::unique_ptr<CopyStream> stream = make_stream(lane.target.device);
     std::deque<InFlight> in_flight;
-    Clock::time_point start{};
+    Clock::time_point busy_since{};
     const auto retire = [&] {
         stream->wait(in_flight.front().mark);
         arrived(in_flight.front().item);
         in_flight.pop_front();
+        if (!in_flight.empty()) return;
         const std::lock_guard lock(mutex_);
-        lane.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+        lane.seconds += std::chrono::duration<double>(Clock::now() - busy_since).count();
     };
     for (;;) {
         Item item{};
         if (next(lane, !in_flight.empty(), item)) {
-            if (start == Clock::time_point{}) start = Clock::now();
+            if (in_flight.empty()) busy_since = Clock::now();
             const ChunkCopy& copy = copies_[item.chunk_index];
             stream->copy(lane.target.data + copy.offset_bytes, item.data, copy.size_bytes);
             in_flight.push_back({stream->mark(), item});

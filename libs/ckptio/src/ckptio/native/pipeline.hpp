@@ -35,7 +35,7 @@ struct CopyResult {
     int error = 0;               // of the device runtime, 0 when every copy arrived
     const char* operation = "";  // the call that failed
     std::uint64_t copied_bytes = 0;
-    double seconds = 0;  // from the first copy to the last arrival, of the slowest target
+    double seconds = 0;  // while something was on its way, of the busiest target
 };
 
 // One copier, that is one thread and one stream, for each target (L5). Chunks that have no place of their own

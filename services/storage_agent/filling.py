@@ -18,24 +18,21 @@ from enum import StrEnum
 
 import ckptio
 import structlog
-from whimbrel.wire.errors import InternalError, LoadFailed, Unavailable, WhimbrelError
+from whimbrel.wire.errors import Unavailable
 from whimbrel.wire.messages import Tier, WaitStage
 
 from services.storage_agent.core.chunks import CheckpointKey, ChunkId
 from services.storage_agent.core.path import Begin, Crossed, Fetch, Move, Read, next_move, source_tier
 from services.storage_agent.core.residency import DramCopy, SsdCopy
+from services.storage_agent.failures import explain, forget_frames
 from services.storage_agent.fetch import Source
-from services.storage_agent.outcomes import forget_frames
+from services.storage_agent.fetching import Fetching
 from services.storage_agent.paths import Paths
 from services.storage_agent.ssd_reads import SsdReads
 from services.storage_agent.storing import Storing
 from services.storage_agent.tiers import ROOM_S_MAX, Tiers
 
 log = structlog.get_logger()
-
-# Ranges in flight: two fill a fast network while others are verified; more brings little and, where there is no chunk
-# of the pool to fill, costs a chunk of memory each.
-RANGES_IN_FLIGHT = 4
 
 # An instance that was told to unload lets go in less than this.
 ROOM_SOON_S = 1.0
@@ -65,6 +62,7 @@ class Filling:
         paths: Paths,
         source: Source,
         reads: SsdReads,
+        server_id: str,
         stall_s_max: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,7 +75,9 @@ class Filling:
         self._paths = paths
         self._source = source
         self._reads = reads
+        self._server_id = server_id
         self._stall_s_max = stall_s_max
+        self._fetching = Fetching(tiers, source, on_bytes=self._on_bytes, arrived=self._arrived, stored=self._cross)
         self._clock = clock
         self._holder = f"filling of {key.model_id} at {id(self):x}"
         self._steps = {step: asyncio.get_running_loop().create_future() for step in Step}
@@ -156,11 +156,11 @@ class Filling:
                 watch.cancel()
         except ExceptionGroup as failures:
             forget_frames(failures)
-            self._end(self._explain(failures.exceptions[0]))
+            self._end(explain(failures, model_id=self.key.model_id, server_id=self._server_id))
         finally:
             if self.copy is not None:
                 self._tiers.let_go(self.copy.copy_id, self._holder)
-            self._tiers.use(self.key)
+            self._tiers.ssd.use(self.key)
 
     async def _fill(self) -> None:
         while (move := self._next_move()) is not None:
@@ -190,7 +190,7 @@ class Filling:
                     self.stage = WaitStage.FETCHING
                     self.source_tier = Tier.REMOTE
                     published = await self._source.open(self.key)
-                    await self._tiers.begin_ssd(published, await self._source.small_files(published))
+                    await self._tiers.ssd.begin(published, await self._source.small_files(published))
                 case Read(chunks=chunks):
                     await self._read(chunks)
                 case Fetch():
@@ -209,7 +209,7 @@ class Filling:
         """Read into the pool; what is damaged on the SSD counts as missing there from now on."""
         self.stage = WaitStage.LOADING
         try:
-            checkpoint = await self._tiers.checkpoint(self.key)
+            checkpoint = await self._tiers.ssd.checkpoint(self.key)
             copy = await self._place()
             chunks = [chunk for chunk in chunks if chunk not in copy.ready]
             self._begin_crossing(Tier.SSD)
@@ -221,51 +221,33 @@ class Filling:
         chunk = self._reads.damaged_chunk(damage)
         log.warning("ssd_copy_damaged", model_id=self.key.model_id, chunk=chunk, reason=str(damage))
         if chunk is not None:
-            await self._tiers.damaged(self.key, chunk)
+            await self._tiers.ssd.damaged(self.key, chunk)
             return
         if self._has_rejected:
             # The fetch verified every chunk, so it is this server's disk that damages them.
             raise damage
         self._has_rejected = True
-        await self._tiers.reject(self.key)
+        await self._tiers.ssd.reject(self.key)
 
     # --- REMOTE → DRAM and SSD ---
 
     async def _fetch(self, ssd: SsdCopy) -> None:
         self.stage = WaitStage.FETCHING
-        checkpoint = await self._tiers.checkpoint(self.key)
+        checkpoint = await self._tiers.ssd.checkpoint(self.key)
         copy = await self._place_soon() if self.wanted is Tier.DRAM else None
-        storing = Storing(self._tiers, ssd, await self._tiers.writer(ssd))
+        storing = Storing(self._tiers, ssd, await self._tiers.ssd.writer(ssd))
         try:
             with self._resident(copy) as resident:
                 # Until it was held, an idle copy may have given up chunks to others.
                 move = self._next_move()
                 if isinstance(move, Fetch):
                     places = {} if resident is None else resident.places
-                    await self._fetch_and_store(checkpoint.index, ssd, copy, places, move, storing)
+                    self._begin_crossing(Tier.REMOTE)
+                    await self._fetching.run(checkpoint.index, ssd, copy, places, move, storing)
         finally:
             await storing.close()
         if ssd.is_whole:
-            await self._tiers.finish_ssd(ssd)
-
-    async def _fetch_and_store(
-        self,
-        index: ckptio.Index,
-        ssd: SsdCopy,
-        copy: DramCopy | None,
-        places: dict[ChunkId, int],
-        move: Fetch,
-        storing: Storing,
-    ) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(storing.run())
-                for chunk in move.store:
-                    storing.add_from_pool(chunk, places[chunk])
-                await self._fetch_chunks(index, ssd, copy, move.chunks, storing)
-                storing.end()
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            await self._tiers.ssd.finish(ssd)
 
     @contextmanager
     def _resident(self, copy: DramCopy | None) -> Iterator[DramCopy | None]:
@@ -279,37 +261,6 @@ class Filling:
             yield resident
         finally:
             self._tiers.let_go(resident.copy_id, self._holder)
-
-    async def _fetch_chunks(
-        self,
-        index: ckptio.Index,
-        ssd: SsdCopy,
-        copy: DramCopy | None,
-        chunks: Sequence[ChunkId],
-        storing: Storing,
-    ) -> None:
-        """Several ranges at once, each into its place."""
-        left = iter(chunks)
-
-        async def take() -> None:
-            for chunk in left:
-                size_bytes = ssd.layout.bytes_of(chunk)
-                if copy is not None:
-                    with self._tiers.pool.chunk(copy.places[chunk])[:size_bytes] as view:
-                        await self._source.read_chunk(index, self.key.model_id, chunk, view, self._on_bytes)
-                    self._under_way_bytes = max(0, self._under_way_bytes - size_bytes)
-                    self._arrived([chunk])
-                    storing.add_from_pool(chunk, copy.places[chunk])
-                else:
-                    with memoryview(bytearray(size_bytes)) as view:
-                        await self._source.read_chunk(index, self.key.model_id, chunk, view, self._on_bytes)
-                        await storing.store(chunk, view)
-                    self._cross(size_bytes)
-
-        self._begin_crossing(Tier.REMOTE)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(RANGES_IN_FLIGHT):
-                group.create_task(take())
 
     # --- steps ---
 
@@ -325,7 +276,7 @@ class Filling:
     async def _place(self, wait_s: float = ROOM_S_MAX) -> DramCopy:
         """Room for every chunk, once."""
         if self.copy is None:
-            checkpoint = await self._tiers.checkpoint(self.key)
+            checkpoint = await self._tiers.ssd.checkpoint(self.key)
             self._reads.check_chunk_size(checkpoint)
             self.copy = await self._tiers.reserve(checkpoint, self._holder, wait_s)
             for holder in self._waiters:
@@ -341,7 +292,9 @@ class Filling:
         copy = self.copy
         assert copy is not None
         self._moved_s = self._clock()
-        self._cross(sum(copy.layout.bytes_of(chunk) for chunk in chunks))
+        size_bytes = sum(copy.layout.bytes_of(chunk) for chunk in chunks)
+        self._under_way_bytes = max(0, self._under_way_bytes - size_bytes)
+        self._cross(size_bytes)
         for chunk in chunks:
             self._tiers.residency.arrive(copy.copy_id, chunk)
             for listener in self._listeners:
@@ -378,17 +331,3 @@ class Filling:
         for future in self._steps.values():
             if not future.done():
                 future.set_exception(error)
-
-    def _explain(self, error: Exception) -> WhimbrelError:
-        """What ended it, as those who wait should hear it."""
-        if isinstance(error, ExceptionGroup):
-            return self._explain(error.exceptions[0])
-        if isinstance(error, WhimbrelError):
-            return error
-        if isinstance(error, ckptio.CkptioError):
-            return LoadFailed(model_id=self.key.model_id, reason=str(error))
-        if isinstance(error, OSError):  # a full or failing disk is this server's trouble, not the checkpoint's
-            return Unavailable(what=f"storage of this server ({error})")
-        # A load that fails in an unknown way must not take the server with it.
-        log.error("filling_crashed", model_id=self.key.model_id, exc_info=error)
-        return InternalError(service="storage agent")

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ckptio
 import structlog
 from whimbrel.chassis.bus import Bus
 from whimbrel.wire.codec import pack_tokens
-from whimbrel.wire.errors import Cancelled, Conflict, InternalError, LoadFailed, Unavailable, WhimbrelError
+from whimbrel.wire.errors import Cancelled, Conflict, LoadFailed, Unavailable, WhimbrelError
 from whimbrel.wire.messages import (
     AttachInstance,
     LoadEnded,
@@ -31,6 +30,7 @@ from services.storage_agent.config import AgentConfig
 from services.storage_agent.core.path import Crossed, reports
 from services.storage_agent.core.residency import DramCopy
 from services.storage_agent.core.tasks import LoadTask, TaskEvent
+from services.storage_agent.failures import explain
 from services.storage_agent.filling import Filling, Step
 from services.storage_agent.fillings import Fillings
 from services.storage_agent.gpu_copies import GpuCopies
@@ -134,24 +134,12 @@ class Loading:
                 await self._load(run)
             run.error = None
         except Exception as failure:  # the top of a task: one load must not take the server with it
-            run.error = self._explain(run, failure)
-
-    def _explain(self, run: LoadRun, error: Exception) -> WhimbrelError:
-        if isinstance(error, ExceptionGroup):
-            return self._explain(run, error.exceptions[0])
-        if isinstance(error, WhimbrelError):
-            return error
-        if isinstance(error, ckptio.DeviceError):  # of this server, not of the checkpoint
-            return Unavailable(what=f"GPU of slot {self._config.server_id}/{run.task.slot} ({error})")
-        if isinstance(error, ckptio.CkptioError):
-            return LoadFailed(model_id=run.task.key.model_id, reason=str(error))
-        log.error("load_crashed", task_id=run.task.task_id, model_id=run.task.key.model_id, exc_info=error)
-        return InternalError(service=f"storage agent {self._config.server_id}")
+            run.error = explain(failure, model_id=run.task.key.model_id, server_id=self._config.server_id)
 
     async def _load(self, run: LoadRun) -> None:
         task, tiers = run.task, self._tiers
         tiers.check_capacity(task.key, task.size_bytes)
-        tiers.confirm_ssd(task.key)
+        tiers.ssd.confirm(task.key)
         if tiers.lending.is_lent(task.instance_id):
             raise Conflict(reason=f"instance {task.instance_id} still holds the lease of an earlier load; try again")
         copy = await self._copy(run)
@@ -202,7 +190,7 @@ class Loading:
     async def _copy_to_gpus(
         self, run: LoadRun, copy: DramCopy, devices: tuple[str, ...], handles: tuple[bytes, ...]
     ) -> None:
-        checkpoint = await self._tiers.checkpoint(run.task.key)
+        checkpoint = await self._tiers.ssd.checkpoint(run.task.key)
         async with self._copies.copying(checkpoint.index, copy, run.filling, devices, handles) as copier:
             if run.filling is not None:
                 await run.filling.until(Step.READY)
@@ -229,7 +217,7 @@ class Loading:
             instance_id=task.instance_id,
             model_id=task.key.model_id,
             agent_epoch=self._agent_epoch,
-            checkpoint_path=str(self._tiers.path_of(task.key)),
+            checkpoint_path=str(self._tiers.ssd.path_of(task.key)),
             pool_path=str(self._tiers.pool.path),
             lease_path=str(lease_path),
             chunk_size_bytes=self._config.chunk_size_bytes,
@@ -261,7 +249,7 @@ class Loading:
             self._fillings.leave(run.filling, run.holder)
         elif run.copy is not None:
             self._tiers.let_go(run.copy.copy_id, run.holder)
-        self._tiers.use(task.key)
+        self._tiers.ssd.use(task.key)
         lending.sweep()
 
     def _failed(self, run: LoadRun, error: WhimbrelError) -> LoadEnded:

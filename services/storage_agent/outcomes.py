@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
@@ -43,18 +42,3 @@ def load_ended(task: LoadTask, server_id: str, error: WhimbrelError) -> LoadEnde
         server_id=server_id,
         error=error_reply(error),
     )
-
-
-def forget_frames(error: BaseException) -> None:
-    """Let go of what the frames of an error hold, such as views of the pool's memory: the error may live for long."""
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        each = todo.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)
-        todo += [each.__cause__, each.__context__]
-        if isinstance(each, BaseExceptionGroup):
-            todo += each.exceptions

@@ -59,7 +59,7 @@ class Prefetching:
         if command.is_pinned:
             await self._tiers.pin(command.model_id, command.tier)
         key = CheckpointKey(model_id=command.model_id, checkpoint_digest=command.checkpoint_digest)
-        self._tiers.confirm_ssd(key)
+        self._tiers.ssd.confirm(key)
         filling = self._fillings.join(key, command.tier, command.task_id)
         self._commands[command.task_id] = (command, filling, self._group.create_task(self._run(command, filling)))
 

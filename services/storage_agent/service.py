@@ -224,6 +224,7 @@ class StorageAgentService:
                 paths=self._paths,
                 source=source,
                 reads=reads,
+                server_id=server_id,
                 stall_s_max=config.stall_s_max,
             )
 

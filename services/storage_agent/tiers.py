@@ -9,26 +9,23 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import ckptio
 import structlog
-from ckptio.manifest import MANIFEST_FILE
 from whimbrel.wire.errors import Conflict, InvalidRequest, ModelTooLarge, Unavailable
 from whimbrel.wire.messages import Tier
 
 from services.storage_agent import metrics
-from services.storage_agent.checkpoints import Checkpoint, OpenCheckpoints, footprint_bytes, layout_of, open_checkpoint
+from services.storage_agent.checkpoints import Checkpoint, layout_of
 from services.storage_agent.config import AgentConfig
-from services.storage_agent.core.chunks import CheckpointKey, ChunkId
+from services.storage_agent.core.chunks import CheckpointKey
 from services.storage_agent.core.eviction import Evict, NeverFits, Wait, choose_victims
-from services.storage_agent.core.residency import PINNABLE, DramCopy, Residency, SsdCopy
-from services.storage_agent.fetch import Published
+from services.storage_agent.core.residency import PINNABLE, DramCopy, Residency
 from services.storage_agent.leases import retire, take_over
 from services.storage_agent.lending import Lending
 from services.storage_agent.probing import Probe, probe_ssd
 from services.storage_agent.repository import Repository
-from services.storage_agent.ssd import SsdDirectory, SsdWriter
+from services.storage_agent.ssd_tier import SsdTier
 from services.storage_agent.threads import Threads
 
 log = structlog.get_logger()
@@ -56,13 +53,19 @@ class Tiers:
         self.repository = repository or Repository(config.repository_url)
         self.residency = Residency(chunk_count=config.chunk_count, ssd_size_bytes=config.ssd_bytes)
         self.threads = Threads(FILE_THREADS, "agent-files")
+        self.ssd = SsdTier(
+            config.ssd_dir,
+            self.residency,
+            self.threads,
+            free=self._free,
+            on_change=self._changed,
+            clock=clock,
+        )
         self.probe = Probe()
         self.lending = Lending(config.pool_path, hold=self.hold, let_go=self.let_go, on_change=self._changed)
         self._config = config
         self._on_change = on_change
         self._clock = clock
-        self._ssd = SsdDirectory(config.ssd_dir)
-        self._open = OpenCheckpoints()
         self._pool: ckptio.ChunkPool | None = None
         # One reservation at a time: two that each hold a part of the pool would wait for each other.
         self._room = asyncio.Lock()
@@ -76,18 +79,8 @@ class Tiers:
         """
         config = self._config
         started_s = self._clock()
-        await self.threads.run(self._ssd.lock)
+        await self.ssd.open()
         await self.threads.run(take_over, config.pool_path, config.chunk_size_bytes)
-        for found in await self.threads.run(self._ssd.scan):
-            self.residency.add_ssd(
-                found.key,
-                layout=found.layout,
-                size_bytes=found.size_bytes,
-                missing=found.missing,
-                now=started_s - found.idle_s,
-            )
-            if found.is_pinned:
-                self.residency.pin(found.key.model_id, Tier.SSD)
         scanned_s = self._clock()
         self._pool = await self.threads.run(
             ckptio.ChunkPool.create, config.pool_path, config.pool_bytes, config.chunk_size_bytes
@@ -127,7 +120,7 @@ class Tiers:
         self.lending.close()
         if self._pool is not None:
             await self.threads.run(self._close_pool)
-        self._ssd.unlock()
+        self.ssd.close()
         self.threads.close()
 
     def _close_pool(self) -> None:
@@ -147,84 +140,6 @@ class Tiers:
     def pool_free_bytes(self) -> int:
         free_chunks = self.residency.chunk_count - self.residency.used_chunks()
         return free_chunks * self._config.chunk_size_bytes
-
-    # --- SSD ---
-
-    def path_of(self, key: CheckpointKey) -> Path:
-        return self._ssd.path_of(key.model_id)
-
-    def confirm_ssd(self, key: CheckpointKey) -> None:
-        """Believe the account only if the directory is still there: somebody may have cleaned the disk."""
-        if self.residency.ssd(key) is not None and not (self.path_of(key) / MANIFEST_FILE).exists():
-            log.warning("ssd_copy_vanished", model_id=key.model_id, path=str(self.path_of(key)))
-            self._forget(key)
-
-    async def begin_ssd(self, published: Published, files: dict[str, bytes]) -> SsdCopy:
-        """Reserve the space of a copy and put its small files there; its chunks are all missing.
-
-        Copies of the model with other content leave. Raises ModelTooLarge, Unavailable, OSError (disk full).
-        """
-        key, size_bytes = published.key, footprint_bytes(published.manifest)
-        for stale in self.residency.ssd_copies(key.model_id):
-            await self._remove(stale.key)
-        await self._make_room_on_ssd(key, size_bytes)
-        layout = layout_of(published.index)
-        await self.threads.run(self._ssd.begin, key, published.manifest, files)
-        copy = self.residency.add_ssd(
-            key, layout=layout, size_bytes=size_bytes, missing=layout.chunks(), now=self._clock()
-        )
-        if Tier.SSD in self.residency.pinned(key.model_id):
-            await self.threads.run(self._ssd.mark_pinned, key.model_id, is_pinned=True)
-        self._changed()
-        return copy
-
-    async def writer(self, copy: SsdCopy) -> SsdWriter:
-        """For storing what is missing."""
-        return await self.threads.run(SsdWriter, self.path_of(copy.key), copy.layout)
-
-    async def finish_ssd(self, copy: SsdCopy) -> None:
-        """Nothing is missing any more; nothing happens when the copy was removed meanwhile."""
-        assert copy.is_whole
-        if self.residency.ssd(copy.key) is copy:
-            await self.threads.run(self._ssd.publish, copy.key.model_id)
-            self._changed()
-
-    async def checkpoint(self, key: CheckpointKey) -> Checkpoint:
-        """The parsed small files of the SSD copy; raises ckptio's errors and OSError when they are no good."""
-        checkpoint = self._open.get(key)
-        if checkpoint is None:
-            path = self.path_of(key)
-            checkpoint = await self.threads.run(open_checkpoint, path, key.model_id)
-            if checkpoint.key != key:
-                raise ckptio.CorruptCheckpoint(path / MANIFEST_FILE, "belongs to another content of the model")
-            self._open.put(checkpoint)
-        return checkpoint
-
-    async def damaged(self, key: CheckpointKey, chunk: ChunkId) -> None:
-        """One chunk of the SSD copy is bad: from now on it is missing there, and is fetched again."""
-        copy = self.residency.ssd(key)
-        if copy is None:
-            return
-        metrics.CHUNKS_REJECTED.inc()
-        copy.missing.add(chunk)
-        stored = [each for each in copy.layout.chunks() if each not in copy.missing]
-        await self.threads.run(self._ssd.demote, key.model_id, stored)
-        self._changed()
-
-    async def reject(self, key: CheckpointKey) -> None:
-        """The SSD copy is bad: remove it, but leave the chunks that are in DRAM."""
-        metrics.COPIES_REJECTED.inc()
-        self.residency.remove_ssd(key)
-        self._open.forget(key)
-        await self.threads.run(self._ssd.remove, key.model_id)
-        self._changed()
-
-    def use(self, key: CheckpointKey) -> None:
-        """The checkpoint was wanted now; also noted on the disk, for the order of eviction after a restart."""
-        self.residency.use_ssd(key, now=self._clock())
-        if self.residency.ssd(key) is not None:
-            # Nobody waits for this: a busy journal can hold it up for tens of milliseconds.
-            self.threads.submit(self._ssd.touch, key.model_id)
 
     # --- DRAM ---
 
@@ -268,13 +183,13 @@ class Tiers:
         """Raises InvalidRequest for a tier that nothing is pinned in."""
         self.residency.pin(model_id, _pinnable(tier))
         if tier is Tier.SSD:
-            await self.threads.run(self._ssd.mark_pinned, model_id, is_pinned=True)
+            await self.ssd.mark_pinned(model_id, is_pinned=True)
         self._changed()
 
     async def unpin(self, model_id: str, tier: Tier) -> None:
         self.residency.unpin(model_id, _pinnable(tier))
         if tier is Tier.SSD:
-            await self.threads.run(self._ssd.mark_pinned, model_id, is_pinned=False)
+            await self.ssd.mark_pinned(model_id, is_pinned=False)
         self._changed()
 
     async def evict(self, model_id: str, tier: Tier) -> None:
@@ -288,7 +203,7 @@ class Tiers:
             raise Conflict(reason=f"{model_id} is loaded or used by an instance; unload it first")
         if tier is Tier.SSD:
             for ssd_copy in self.residency.ssd_copies(model_id):
-                await self._remove(ssd_copy.key)
+                await self.ssd.remove(ssd_copy.key)
         for copy in copies:
             self._free(self.residency.drop(copy.copy_id))
         self._changed()
@@ -297,7 +212,7 @@ class Tiers:
         """Remove every copy of a model; chunks that an instance maps follow when it lets go. Raises OSError."""
         self.residency.unpin(model_id)
         for ssd_copy in self.residency.ssd_copies(model_id):
-            await self._remove(ssd_copy.key)
+            await self.ssd.remove(ssd_copy.key)
         for copy in self.residency.dram_copies(model_id):
             self._free(self.residency.drop(copy.copy_id))
         if from_repository:
@@ -352,36 +267,6 @@ class Tiers:
                     self.lending.sweep()
                 case NeverFits():
                     raise AssertionError("checked above")
-
-    async def _make_room_on_ssd(self, key: CheckpointKey, need_bytes: int) -> None:
-        used_bytes = self.residency.ssd_used_bytes()
-        free_bytes = await self.threads.run(self._ssd.free_bytes)
-        # Others may use the same disk: the budget is a promise that the disk may not be able to keep.
-        capacity_bytes = min(self.residency.ssd_size_bytes, used_bytes + free_bytes)
-        match choose_victims(self.residency.ssd_candidates(), need=need_bytes, capacity=capacity_bytes):
-            case Evict(victims=victims):
-                for victim in victims:
-                    await self._remove(victim.key)
-                    metrics.EVICTIONS.labels(Tier.SSD).inc()
-            case NeverFits() if need_bytes > self.residency.ssd_size_bytes:
-                raise ModelTooLarge(
-                    model_id=key.model_id, need_bytes=need_bytes, capacity_bytes=self.residency.ssd_size_bytes
-                )
-            case NeverFits():
-                raise Unavailable(
-                    what=f"SSD space for {key.model_id} ({need_bytes} bytes; others left {free_bytes} on the disk)"
-                )
-            case Wait(held=held):
-                raise Unavailable(what=f"SSD space for {key.model_id} ({held} bytes are in use or pinned)")
-
-    async def _remove(self, key: CheckpointKey) -> None:
-        self._forget(key)
-        await self.threads.run(self._ssd.remove, key.model_id)
-
-    def _forget(self, key: CheckpointKey) -> None:
-        self._open.forget(key)
-        self._free(self.residency.evict(key))
-        self._changed()
 
     def _free(self, chunks: tuple[int, ...]) -> None:
         if chunks:

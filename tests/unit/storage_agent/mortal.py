@@ -91,7 +91,7 @@ class Life:
         parts.reads.close()
         service.tiers.lending.close()
         service.tiers.threads.close()
-        service.tiers._ssd.unlock()
+        service.tiers.ssd.close()
         self._close_pool()
         shutil.rmtree(ssd_dir)
         frozen.rename(ssd_dir)

@@ -80,7 +80,7 @@ async def test_what_only_dram_has_is_stored_without_being_fetched_again(home: Pa
         await prefetch(agent, "m", digest, Tier.DRAM)
         await agent.stored()
         (copy,) = agent.service.tiers.residency.ssd_copies("m")
-        await agent.service.tiers.damaged(copy.key, next(copy.layout.chunks()))
+        await agent.service.tiers.ssd.damaged(copy.key, next(copy.layout.chunks()))
         end = await prefetch(agent, "m", digest, Tier.SSD)
         assert end.reports == (), "nothing was read from anywhere"
         ckptio.verify(agent.on_ssd("m"))

@@ -59,6 +59,7 @@ fuzz: $(STAMP)
 bench: $(STAMP) models
 	mkdir -p docs/bench
 	$(BIN)/whimbrel bench coldstart --models .models --json > docs/bench/coldstart.json
+	$(BIN)/whimbrel bench tiers --models .models --json > docs/bench/tiers.json
 	$(BIN)/ckptio bench --ablation --plot docs/bench/ckptio.svg --json > docs/bench/ckptio.json
 	$(MAKE) bench-report
 

@@ -130,7 +130,7 @@ class Filling:
         ssd = self._tiers.residency.ssd(self.key)
         if self.copy is not None:
             return min(self.total_bytes, self.copy.ready_bytes + self._under_way_bytes)
-        return 0 if ssd is None else ssd.layout.size_bytes - sum(ssd.layout.bytes_of(c) for c in ssd.missing)
+        return 0 if ssd is None else ssd.stored_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -43,6 +43,9 @@ from services.storage_agent.workers import Workers
 
 log = structlog.get_logger()
 
+# The device of a slot whose worker maps the chunks; any other gets a copy of them.
+CPU = "cpu"
+
 # How many bytes are done, of how many.
 Bytes = tuple[WaitStage, int, int]
 
@@ -182,7 +185,7 @@ class Loading:
             if filling is not None:
                 group.create_task(filling.until(Step.READY))
             handles = await attached
-            if handles:
+            if devices[0] != CPU:
                 await self._copy_to_gpus(run, copy, devices, handles)
         if run.copied is None and filling is None:
             run.copied = Crossed(size_bytes=copy.layout.size_bytes, seconds=self._clock() - started_s)
@@ -191,6 +194,9 @@ class Loading:
         self, run: LoadRun, copy: DramCopy, devices: tuple[str, ...], handles: tuple[bytes, ...]
     ) -> None:
         checkpoint = await self._tiers.ssd.checkpoint(run.task.key)
+        if len(handles) != len(devices):
+            worker = f"worker {self._config.server_id}/{run.task.slot}, which gave {len(handles)} handles for"
+            raise Unavailable(what=f"{worker} {len(devices)} partitions,")
         async with self._copies.copying(checkpoint.index, copy, run.filling, devices, handles) as copier:
             if run.filling is not None:
                 await run.filling.until(Step.READY)
@@ -202,7 +208,7 @@ class Loading:
         """The device of each partition: that of its slot, or of the only one. Raises LoadFailed for another number."""
         names = [await self._slots.device_of(slot, self._config.attach_s_max) for slot in task.slots]
         count = len(copy.layout.partition_bytes)
-        if len(names) == 1 or "cpu" in names:
+        if len(names) == 1 or CPU in names:
             return (names[0],) * count
         if len(names) != count:
             reason = f"it has {count} partitions, and {len(names)} slots were given for them"

@@ -1,8 +1,9 @@
 """Owns the tiers benchmark: how good load estimates are, how well tiers overlap, how fast DRAM is given to a slot.
 
 Estimates: two models of different size are loaded at once from the SSD onto two slots of one server, again and again,
-so that one of them waits for the other; every load's estimate (q + n/b) is held against what it took, by the cluster's
-own events. Overlap: a cold load from the repository against only bringing it to the SSD, which is its slowest tier alone.
+so that one of them waits for the other; the estimate of each load (q + n/b) is held against what it took, by the
+events of the cluster itself. Overlap: a cold load from the repository against only bringing it to the SSD, which is its
+slowest tier alone.
 DRAM: a checkpoint of 3 GB, of which a slot that had another model meanwhile gets the tensors again.
 """
 

@@ -412,8 +412,8 @@ class GetLoads(Message, frozen=True, kw_only=True):
 
 
 class LoadSummary(Value, frozen=True, kw_only=True):
-    """A task of an agent's queue. `remaining_s` estimates the rest of one that runs, by its progress; None while it waits.
-    `instance_id` is empty for a prefetch."""
+    """A task of an agent's queue; `instance_id` is empty for a prefetch. `remaining_s` estimates the rest of one that
+    runs, by its progress, and is None while it waits."""
 
     task_id: str
     instance_id: str

@@ -37,6 +37,10 @@ class SsdCopy:
     def is_whole(self) -> bool:
         return not self.missing
 
+    @property
+    def stored_bytes(self) -> int:
+        return self.layout.size_bytes - self.layout.bytes_in(self.missing)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DramCopy:
@@ -65,7 +69,7 @@ class DramCopy:
 
     @property
     def ready_bytes(self) -> int:
-        return self.layout.size_bytes if self.is_whole else sum(self.layout.bytes_of(chunk) for chunk in self.ready)
+        return self.layout.bytes_in(self.ready)
 
     def unplaced(self) -> list[ChunkId]:
         """The chunks that have no place in the pool."""
@@ -273,7 +277,7 @@ class Residency:
 
     def _resident(self, key: CheckpointKey) -> ResidentModel | None:
         ssd, dram = self._ssd.get(key), self.find(key)
-        ssd_bytes = 0 if ssd is None else ssd.layout.size_bytes - sum(ssd.layout.bytes_of(c) for c in ssd.missing)
+        ssd_bytes = 0 if ssd is None else ssd.stored_bytes
         dram_bytes = 0 if dram is None else dram.ready_bytes
         if not ssd_bytes and not dram_bytes:
             return None

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import ckptio
 import pytest
 from whimbrel.chassis.testing import InMemoryHub
-from whimbrel.wire.messages import EvictModel, LoadFinished, LoadModel, Tier
+from whimbrel.wire.codec import error_of
+from whimbrel.wire.messages import EvictModel, LoadEnded, LoadFinished, LoadModel, Tier
 
+from services.storage_agent.checkpoints import checkpoint_digest
+from tests.support.checkpoints import make_checkpoint
 from tests.support.gpu_memory import GpuMemory
 from tests.support.gpu_peer import GpuPeer
 from tests.unit.storage_agent.harness import CHUNK_BYTES, SERVER, Harness, a_config, an_agent, publish
@@ -109,3 +114,26 @@ async def test_reads_of_the_ssd_stay_in_turn_while_copies_overlap(home: Path, mo
         assert order == MODELS
         assert {end.source_tier for end in ends} == {Tier.SSD}
         assert [end.queue_s for end in ends] == sorted(end.queue_s for end in ends)
+
+
+async def test_each_partition_of_a_model_goes_to_the_gpu_of_its_slot(home: Path) -> None:
+    """L5, E2: one slot per partition, in parallel; the wrong number of slots is refused by name."""
+    async with a_gpu_server(home) as (agent, peers, _):
+        source = make_checkpoint(home / "source", seed=9, padding_bytes=3 * CHUNKS * CHUNK_BYTES)
+        manifest = ckptio.convert(
+            source,
+            home / "repository" / "parted",
+            chunk_size_bytes=CHUNK_BYTES,
+            partition_of=lambda name: zlib.crc32(name.encode()) % 3,
+        )
+        assert len(manifest.partitions) == 3
+        digest = checkpoint_digest(manifest)
+        end = await finished(agent, await agent.start_load("parted", digest, slots=(4, 2, 7)))
+        attach = peers[4].attaches[end.instance_id]
+        assert [part.device for part in attach.partitions] == ["cuda:4", "cuda:2", "cuda:7"]
+        await unload_all(agent, peers)
+        refused = await agent.end_of(await agent.start_load("parted", digest, slots=(4, 2)))
+        assert isinstance(refused, LoadEnded)
+        assert "3 partitions, and 2 slots" in str(error_of(refused.error))
+        one = await finished(agent, await agent.start_load("parted", digest, slots=(5,)))
+        assert {part.device for part in peers[5].attaches[one.instance_id].partitions} == {"cuda:5"}

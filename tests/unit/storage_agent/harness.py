@@ -219,6 +219,7 @@ class Harness:
         task_id: str | None = None,
         size_bytes: int = 1,
         slot: int | None = None,
+        slots: tuple[int, ...] = (),
     ) -> LoadModel:
         command = LoadModel(
             task_id=task_id or new_id("task"),
@@ -226,7 +227,7 @@ class Harness:
             model_id=model_id,
             checkpoint_digest=digest,
             size_bytes=size_bytes,
-            slots=(self.peer.slot if slot is None else slot,),
+            slots=slots or (self.peer.slot if slot is None else slot,),
             scheduler_epoch=1,
         )
         await self.send(command)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.storage_agent.core.chunks import ChunkId, Layout
 
@@ -24,6 +28,14 @@ def test_partitions_take_turns_so_that_every_gpu_gets_its_first_chunks() -> None
     assert list(a_layout(25, 10, 20).chunks()) == [
         ChunkId(0, 0), ChunkId(1, 0), ChunkId(2, 0), ChunkId(0, 1), ChunkId(2, 1), ChunkId(0, 2),
     ]  # fmt: skip
+
+
+@given(st.lists(st.integers(0, 60), max_size=5), st.randoms(use_true_random=False))
+def test_the_bytes_of_some_chunks_are_the_sum_of_theirs(partition_bytes: list[int], chance: random.Random) -> None:
+    layout = a_layout(*partition_bytes)
+    some = {chunk for chunk in layout.chunks() if chance.random() < 0.5}
+    assert layout.bytes_in(some) == sum(layout.bytes_of(chunk) for chunk in some)
+    assert layout.bytes_in(set(layout.chunks())) == layout.size_bytes
 
 
 def test_a_checkpoint_without_partitions_has_no_chunks() -> None:

@@ -578,8 +578,8 @@ async def test_a_command_of_a_scheduler_that_was_replaced_is_ignored(home: Path)
     digest = publish(config, "m")
     async with an_agent(config) as agent:
         new = LoadModel(
-            task_id="task-new", instance_id="inst-new", model_id="m", checkpoint_digest=digest, size_bytes=1, slots=(0,),
-            scheduler_epoch=5,
+            task_id="task-new", instance_id="inst-new", model_id="m", checkpoint_digest=digest, size_bytes=1,
+            slots=(0,), scheduler_epoch=5,
         )  # fmt: skip
         await agent.send(new)
         await agent.end_of(new)

@@ -43,8 +43,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """What arrived in a tier (SSD means: was read from there): bytes, and wall time from first to last; of a GPU only
-    while a copy was under way, so that waiting for a slower tier does not count as its own slowness.
+    """What arrived in a tier (SSD means: was read from there): bytes, and wall time from first to last.
+
+    Of a GPU only while a copy was under way: waiting for a slower tier is not its own slowness.
 
     `ceiling_bytes_per_s` is what the device was measured to give at best, if anybody has measured it.
     """

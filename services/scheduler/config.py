@@ -27,7 +27,7 @@ class SchedulerConfig:
     #: How long a model waits before a busy instance is drained for it.
     fair_wait_s: float = 2.0
     #: A load without progress for so long has failed.
-    load_stall_s: float = 30.0
+    load_stall_s: float = 90.0
     #: Not ready while a request has waited for longer than a client would.
     wait_s_max: float = 300.0
 

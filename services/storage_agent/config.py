@@ -21,9 +21,10 @@ class AgentConfig:
 
     `chunk_size_bytes` must be that of the checkpoints, whose digests are per chunk. A load waits `attach_s_max` for its
     worker: one that is killed is back in a few seconds, one that needs longer is not coming. A load in which no byte
-    moved for `stall_s_max` is given up. At start `probe_bytes` are written and read to learn the SSD's speed: past the
-    start of a disk's ramp, yet 0.7 s at 100 MB/s. Imports from a hub or a URL, and those for an object store, are
-    prepared in `staging_dir`; by default a hidden directory in `ssd_dir`.
+    moved for `stall_s_max` is given up; a repository that is silent is given up before, by the tries it is allowed. At
+    start `probe_bytes` are written and read to learn the SSD's speed: past the start of a disk's ramp, yet 0.7 s at
+    100 MB/s. Imports from a hub or a URL, and those for an object store, are prepared in `staging_dir`; by default a
+    hidden directory in `ssd_dir`.
     """
 
     server_id: str
@@ -35,7 +36,7 @@ class AgentConfig:
     chunk_size_bytes: int = 16 * MIB
     reader_threads: int = 4
     attach_s_max: float = 30.0
-    stall_s_max: float = 60.0
+    stall_s_max: float = 75.0
     probe_bytes: int = 64 * MIB
     staging_dir: Path | None = None
     nats_url: str = "nats://127.0.0.1:4222"

@@ -22,6 +22,11 @@ from services.storage_agent.threads import Threads
 TRIES_MAX = 3
 
 OnBytes = Callable[[int], None]
+OnMoved = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +47,24 @@ class Source:
         self._repository = repository
         self._threads = threads
 
-    async def open(self, key: CheckpointKey) -> Published:
-        """Read manifest and index, and compare every file's size: one that is missing or short is named."""
+    async def open(self, key: CheckpointKey, on_moved: OnMoved = _nothing) -> Published:
+        """Read manifest and index, and compare every file's size: one that is missing or short is named. `on_moved` is
+        called with each answer of the repository."""
         raw_manifest, manifest, raw_index = await self._repository.open(key)
         index_path = self._repository.location(key.model_id, INDEX_FILE)
         if digest_of(raw_index) != manifest.index_digest:
             raise ckptio.CorruptCheckpoint(index_path, "the file does not match the digest in the manifest")
         index = decode(raw_index, index_path)
         check_agreement(manifest, index, index_path)
-        await self._check_sizes(key.model_id, file_sizes(manifest))
+        await self._check_sizes(key.model_id, file_sizes(manifest), on_moved)
         return Published(key=key, manifest=manifest, index=index, raw_manifest=raw_manifest, raw_index=raw_index)
 
-    async def small_files(self, published: Published) -> dict[str, bytes]:
+    async def small_files(self, published: Published, on_moved: OnMoved = _nothing) -> dict[str, bytes]:
         """Every file that is no partition, verified, by its name."""
         files = {MANIFEST_FILE: published.raw_manifest, INDEX_FILE: published.raw_index}
         for file in published.manifest.files:
             files[file.name] = await self._file(published.key.model_id, file.name, file.digest)
+            on_moved()
         return files
 
     async def read_chunk(
@@ -69,7 +76,10 @@ class Source:
         offset_bytes = chunk.number * index.chunk_size_bytes
         digest = index.partitions[chunk.partition].digests[chunk.number]
         for tries in range(1, TRIES_MAX + 1):
-            await self._repository.read_into(model_id, name, offset_bytes, view, on_bytes)
+            try:
+                await self._repository.read_into(model_id, name, offset_bytes, view, on_bytes)
+            except FileNotFoundError as error:
+                raise self._missing(model_id, name) from error
             try:
                 await self._threads.run(check_chunk, view, digest, path, offset_bytes, chunk.number)
                 return
@@ -77,10 +87,11 @@ class Source:
                 if tries == TRIES_MAX:
                     raise
 
-    async def _check_sizes(self, model_id: str, sizes: dict[str, int]) -> None:
+    async def _check_sizes(self, model_id: str, sizes: dict[str, int], on_moved: OnMoved) -> None:
         for name, expected_bytes in sizes.items():
             path = self._repository.location(model_id, name)
             actual_bytes = await self._size_bytes(model_id, name, expected_bytes)
+            on_moved()
             if actual_bytes < expected_bytes:
                 raise ckptio.TruncatedCheckpoint(path, expected_bytes=expected_bytes, actual_bytes=actual_bytes)
             if actual_bytes > expected_bytes:
@@ -94,15 +105,21 @@ class Source:
             try:
                 actual_bytes = await self._repository.size_bytes(model_id, name)
             except FileNotFoundError as error:
-                manifest_path = self._repository.location(model_id, MANIFEST_FILE)
-                raise ckptio.MissingFile(self._repository.location(model_id, name), named_by=manifest_path) from error
+                raise self._missing(model_id, name) from error
             if actual_bytes == expected_bytes:
                 break
         return actual_bytes
 
+    def _missing(self, model_id: str, name: str) -> ckptio.MissingFile:
+        manifest_path = self._repository.location(model_id, MANIFEST_FILE)
+        return ckptio.MissingFile(self._repository.location(model_id, name), named_by=manifest_path)
+
     async def _file(self, model_id: str, name: str, digest: str) -> bytes:
         for _ in range(TRIES_MAX):
-            data = await self._repository.read(model_id, name)
+            try:
+                data = await self._repository.read(model_id, name)
+            except FileNotFoundError as error:
+                raise self._missing(model_id, name) from error
             if digest_of(data) == digest:
                 return data
         path = self._repository.location(model_id, name)

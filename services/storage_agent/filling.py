@@ -11,9 +11,11 @@ that turns out to be bad on the SSD is fetched again alone.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 
 import ckptio
@@ -30,15 +32,21 @@ from services.storage_agent.fetching import Fetching
 from services.storage_agent.paths import Paths
 from services.storage_agent.ssd_reads import SsdReads
 from services.storage_agent.storing import Storing
-from services.storage_agent.tiers import ROOM_S_MAX, Tiers
+from services.storage_agent.tiers import Tiers
 
 log = structlog.get_logger()
 
 # An instance that was told to unload lets go in less than this.
 ROOM_SOON_S = 1.0
 
-# What says that an SSD copy is no good as a whole, rather than that something is away.
-DAMAGE = (ckptio.CorruptCheckpoint, ckptio.TruncatedCheckpoint, ckptio.MissingFile, ckptio.UnsupportedFormat, OSError)
+# What says that an SSD copy is no good, rather than that something is away.
+DAMAGE = (
+    ckptio.CorruptCheckpoint,
+    ckptio.TruncatedCheckpoint,
+    ckptio.MissingFile,
+    ckptio.UnsupportedFormat,
+    FileNotFoundError,
+)
 
 
 class Step(StrEnum):
@@ -71,6 +79,7 @@ class Filling:
         self.copy: DramCopy | None = None
         self.crossed: dict[Tier, Crossed] = {}
         self.stage = WaitStage.QUEUED
+        self.waited_s = 0.0  # for turns after the first
         self._tiers = tiers
         self._paths = paths
         self._source = source
@@ -86,6 +95,7 @@ class Filling:
         self._started_s: float | None = None
         self._moved_s: float | None = None  # when a byte moved last; None while it waits for a turn
         self._under_way_bytes = 0
+        self._there_before_bytes: int | None = None
         self._has_rejected = False
         self._crossing = Crossed()
         self._crossing_since_s = 0.0
@@ -127,18 +137,32 @@ class Filling:
 
     @property
     def done_bytes(self) -> int:
-        ssd = self._tiers.residency.ssd(self.key)
-        if self.copy is not None:
-            return min(self.total_bytes, self.copy.ready_bytes + self._under_way_bytes)
-        return 0 if ssd is None else ssd.stored_bytes
+        """What has moved since it started."""
+        return min(self.total_bytes, self._there_bytes() - (self._there_before_bytes or 0) + self._under_way_bytes)
 
     @property
     def total_bytes(self) -> int:
+        """What had to move when it started; 0 while that is not known."""
         known = self.copy or self._tiers.residency.ssd(self.key)
-        return 0 if known is None else known.layout.size_bytes
+        return 0 if known is None else known.layout.size_bytes - (self._there_before_bytes or 0)
+
+    def crossed_now(self) -> dict[Tier, Crossed]:
+        """What has crossed each tier so far."""
+        return {tier: replace(crossed) for tier, crossed in self.crossed.items()}
+
+    def _there_bytes(self) -> int:
+        ssd = self._tiers.residency.ssd(self.key)
+        if self.copy is not None:
+            return self.copy.ready_bytes
+        return 0 if ssd is None or self.wanted is Tier.DRAM else ssd.stored_bytes
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether bytes are still to come and it is the turn of others."""
+        return self._moved_s is None and not self.has(Step.READY)
 
     def running_s(self, now: float) -> float:
-        return 0.0 if self._started_s is None else now - self._started_s
+        return 0.0 if self._started_s is None else max(0.0, now - self._started_s - self.waited_s)
 
     def give_up(self) -> None:
         """It was cancelled: whoever still waits hears so."""
@@ -165,14 +189,20 @@ class Filling:
     async def _fill(self) -> None:
         while (move := self._next_move()) is not None:
             tier = Tier.SSD if isinstance(move, Read) else Tier.REMOTE
+            waiting_since_s = self._clock()
             async with self._paths.turn(tier):
+                if self._started_s is not None:
+                    self.waited_s += self._clock() - waiting_since_s
                 self._reach(Step.STARTED)
                 # What there is may have changed while others had their turn.
                 while (move := self._next_move()) is not None and tier is (
                     Tier.SSD if isinstance(move, Read) else Tier.REMOTE
                 ):
                     await self._perform(move)
-        for step in (Step.STARTED, Step.READY, Step.STORED):
+        self._reach(Step.STARTED)
+        if self.wanted is Tier.DRAM:
+            await self._place()  # also when all was there: those who wait hold it from then on
+        for step in (Step.READY, Step.STORED):
             self._reach(step)
 
     def _next_move(self) -> Move | None:
@@ -181,6 +211,8 @@ class Filling:
 
     async def _perform(self, move: Move) -> None:
         self._moved_s = self._clock()
+        if self._there_before_bytes is None and self.wanted is Tier.SSD:
+            self._there_before_bytes = self._there_bytes()
         ssd = self._tiers.residency.ssd(self.key)
         if ssd is not None:
             ssd.users.add(self._holder)  # nobody makes room by its removal meanwhile
@@ -189,8 +221,9 @@ class Filling:
                 case Begin():
                     self.stage = WaitStage.FETCHING
                     self.source_tier = Tier.REMOTE
-                    published = await self._source.open(self.key)
-                    await self._tiers.ssd.begin(published, await self._source.small_files(published))
+                    published = await self._source.open(self.key, self._on_moved)
+                    files = await self._source.small_files(published, self._on_moved)
+                    await self._tiers.ssd.begin(published, files)
                 case Read(chunks=chunks):
                     await self._read(chunks)
                 case Fetch():
@@ -216,6 +249,10 @@ class Filling:
             await self._reads.read(checkpoint, copy, chunks, self._arrived)
         except DAMAGE as damage:
             await self._answer_damage(damage)
+        except ckptio.ReadFailed as failure:
+            if failure.errno != errno.EIO:
+                raise  # this server's trouble: the copy is as good as before
+            await self._answer_damage(failure)
 
     async def _answer_damage(self, damage: Exception) -> None:
         chunk = self._reads.damaged_chunk(damage)
@@ -235,7 +272,7 @@ class Filling:
         self.stage = WaitStage.FETCHING
         checkpoint = await self._tiers.ssd.checkpoint(self.key)
         copy = await self._place_soon() if self.wanted is Tier.DRAM else None
-        storing = Storing(self._tiers, ssd, await self._tiers.ssd.writer(ssd))
+        storing = Storing(self._tiers, ssd, await self._tiers.ssd.writer(ssd), self._on_moved)
         try:
             with self._resident(copy) as resident:
                 # Until it was held, an idle copy may have given up chunks to others.
@@ -268,24 +305,30 @@ class Filling:
         """Room where there is some soon; the network does not wait for an instance that stays: then the SSD comes
         first, and DRAM is filled from there."""
         try:
-            return await self._place(ROOM_SOON_S)
-        except Unavailable as error:
-            log.info("fetching_to_ssd_only", model_id=self.key.model_id, reason=str(error))
+            # Not only room is waited for: others may be waiting for theirs.
+            async with asyncio.timeout(ROOM_SOON_S):
+                return await self._place()
+        except (TimeoutError, Unavailable):
+            log.info("fetching_to_ssd_only", model_id=self.key.model_id)
             return None
 
-    async def _place(self, wait_s: float = ROOM_S_MAX) -> DramCopy:
+    async def _place(self) -> DramCopy:
         """Room for every chunk, once."""
         if self.copy is None:
             checkpoint = await self._tiers.ssd.checkpoint(self.key)
             self._reads.check_chunk_size(checkpoint)
-            self.copy = await self._tiers.reserve(checkpoint, self._holder, wait_s)
+            self.copy = await self._tiers.reserve(checkpoint, self._holder)
+            self._there_before_bytes = self.copy.ready_bytes
             for holder in self._waiters:
                 self._tiers.hold(self.copy, holder)
             self._reach(Step.PLACED)
         return self.copy
 
-    def _on_bytes(self, size_bytes: int) -> None:
+    def _on_moved(self) -> None:
         self._moved_s = self._clock()
+
+    def _on_bytes(self, size_bytes: int) -> None:
+        self._on_moved()
         self._under_way_bytes += size_bytes
 
     def _arrived(self, chunks: Sequence[ChunkId]) -> None:

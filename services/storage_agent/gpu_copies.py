@@ -40,8 +40,9 @@ class GpuCopies:
         Partition k goes to `devices[k]`, into the memory that `handles[k]` describes. When the block ends before
         `finish`, what is under way is waited for. Raises DeviceError, ValueError for handles that do not fit.
         """
-        buffers = await self._threads.run(self._open, index, devices, handles)
+        buffers: list[ckptio.DeviceBuffer] = []
         try:
+            await self._threads.run(self._open, buffers, index, devices, handles)
             copier = ckptio.ChunkCopier(self._pool, index, buffers)
 
             def deliver(chunk: ChunkId) -> None:
@@ -65,15 +66,16 @@ class GpuCopies:
         cancel = ckptio.CancelToken()
         return await self._threads.run_until(cancel.cancel, lambda: copier.finish(cancel=cancel))
 
-    def _open(self, index: ckptio.Index, devices: Sequence[str], handles: Sequence[bytes]) -> list[ckptio.DeviceBuffer]:
-        buffers: list[ckptio.DeviceBuffer] = []
-        try:
-            for part, device, handle in zip(index.partitions, devices, handles, strict=True):
-                buffers.append(ckptio.DeviceBuffer.open(device, handle, part.size_bytes))
-        except BaseException:
-            _close_all(buffers)
-            raise
-        return buffers
+    def _open(
+        self,
+        buffers: list[ckptio.DeviceBuffer],
+        index: ckptio.Index,
+        devices: Sequence[str],
+        handles: Sequence[bytes],
+    ) -> None:
+        """Into `buffers`, which the caller closes however far this came."""
+        for part, device, handle in zip(index.partitions, devices, handles, strict=True):
+            buffers.append(ckptio.DeviceBuffer.open(device, handle, part.size_bytes))
 
 
 def _close_all(buffers: Sequence[ckptio.DeviceBuffer]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
+from whimbrel.wire.errors import Unavailable
 
 from services.storage_agent.core.residency import DramCopy
 from services.storage_agent.leases import LeaseFiles
@@ -53,7 +54,10 @@ class Lending:
         self._on_change()
 
     def copied(self, instance_id: str) -> None:
-        """The instance has its own copy of the bytes, on GPUs: the chunks are free, the lease tells of its life."""
+        """The instance has its own copy of the bytes, on GPUs: the chunks are free, the lease tells of its life. Raises
+        Unavailable when the worker is gone meanwhile."""
+        if instance_id not in self._copies:
+            raise Unavailable(what=f"instance {instance_id}, whose worker is gone,")
         self._files.forget_chunks(instance_id)
         self._let_go(self._copies[instance_id], holder_of(instance_id))
 

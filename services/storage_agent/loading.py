@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 from whimbrel.chassis.bus import Bus
@@ -27,7 +27,7 @@ from whimbrel.wire.messages import (
 
 from services.storage_agent import metrics
 from services.storage_agent.config import AgentConfig
-from services.storage_agent.core.path import Crossed, reports
+from services.storage_agent.core.path import Crossed, reports, since
 from services.storage_agent.core.residency import DramCopy
 from services.storage_agent.core.tasks import LoadTask, TaskEvent
 from services.storage_agent.failures import explain
@@ -62,6 +62,7 @@ class LoadRun:
     is_lent: bool = False
     is_ending: bool = False
     copied: Crossed | None = None
+    before: dict[Tier, Crossed] = field(default_factory=dict)
 
     @property
     def holder(self) -> str:
@@ -161,6 +162,7 @@ class Loading:
             self._start(task)
         else:
             run.filling = self._fillings.join(task.key, Tier.DRAM, run.holder)
+            run.before = run.filling.crossed_now()
             await run.filling.until(Step.STARTED)
             self._start(task)
             await run.filling.until(Step.PLACED)
@@ -178,8 +180,8 @@ class Loading:
     async def _attach_and_fill(self, run: LoadRun, copy: DramCopy) -> None:
         """Both at once; on GPUs the bytes go on as they come, as soon as the worker has memory for them."""
         task, filling = run.task, run.filling
-        started_s = self._clock()
         devices = await self._devices(task, copy)
+        started_s = self._clock()
         async with asyncio.TaskGroup() as group:
             attached = group.create_task(self._attach(run, copy, devices))
             if filling is not None:
@@ -268,10 +270,11 @@ class Loading:
 
     def _finished(self, run: LoadRun, total_s: float) -> LoadFinished:
         task = run.task
-        crossed = {} if run.filling is None else dict(run.filling.crossed)
+        crossed = {} if run.filling is None else since(run.before, run.filling.crossed)
         if run.copied is not None:
             crossed[Tier.DRAM] = run.copied
         told = reports(crossed)
+        queue_s = task.queue_s(self._clock()) + (0.0 if run.filling is None else run.filling.waited_s)
         metrics.LOADS.labels(task.state, run.source).inc()
         metrics.OVERHEAD_SECONDS.observe(max(0.0, total_s - sum(report.seconds for report in told)))
         for report in told:
@@ -282,7 +285,7 @@ class Loading:
             task_id=task.task_id,
             model_id=task.key.model_id,
             source_tier=run.source,
-            queue_s=round(task.queue_s(self._clock()), 4),
+            queue_s=round(queue_s, 4),
             total_s=round(total_s, 4),
             **{f"{report.tier}_s": round(report.seconds, 4) for report in told},
         )
@@ -292,7 +295,7 @@ class Loading:
             model_id=task.key.model_id,
             server_id=self._config.server_id,
             source_tier=run.source,
-            queue_s=task.queue_s(self._clock()),
+            queue_s=queue_s,
             reports=told,
         )
 

@@ -54,7 +54,8 @@ class LoadLoop:
         return tuple(task.task_id for task in self._tasks.all())
 
     def running_ids(self) -> tuple[str, ...]:
-        return tuple(task.task_id for task in self._tasks.all() if task.is_running)
+        """Those that are being worked on: not those that wait for their turn, be it their second."""
+        return tuple(task.task_id for task in self._tasks.all() if task.is_running and not self._waits(task))
 
     def summaries(self) -> tuple[LoadSummary, ...]:
         """What every task does, and how long the rest of it should take (E1)."""
@@ -135,6 +136,17 @@ class LoadLoop:
         await self._say(outcome)
         self._changed()
 
+    def _running_s(self, task: LoadTask, now: float) -> float:
+        """Of the bytes, which may have been on their way before the task came."""
+        run = self._loading.run_of(task.task_id)
+        if run is not None and run.filling is not None:
+            return run.filling.running_s(now)
+        return now - (task.started_s or now)
+
+    def _waits(self, task: LoadTask) -> bool:
+        run = self._loading.run_of(task.task_id)
+        return run is not None and run.filling is not None and run.filling.is_waiting
+
     def _summary(self, task: LoadTask) -> LoadSummary:
         run = self._loading.run_of(task.task_id)
         return summarise(
@@ -143,7 +155,7 @@ class LoadLoop:
             instance_id=task.instance_id,
             model_id=task.key.model_id,
             size_bytes=task.size_bytes,
-            running_s=None if task.started_s is None else time.monotonic() - task.started_s,
+            running_s=None if task.started_s is None else self._running_s(task, time.monotonic()),
             probe_bytes_per_s=self._tiers.probe.bandwidth_bytes_per_s,
         )
 

@@ -13,7 +13,7 @@ from whimbrel.wire.ids import check_model_id
 from whimbrel.wire.messages import LoadSummary, PrefetchEnded, PrefetchModel, Tier
 
 from services.storage_agent.core.chunks import CheckpointKey
-from services.storage_agent.core.path import reports
+from services.storage_agent.core.path import Crossed, reports, since
 from services.storage_agent.core.residency import PINNABLE
 from services.storage_agent.filling import Filling, Step
 from services.storage_agent.fillings import Fillings
@@ -61,7 +61,8 @@ class Prefetching:
         key = CheckpointKey(model_id=command.model_id, checkpoint_digest=command.checkpoint_digest)
         self._tiers.ssd.confirm(key)
         filling = self._fillings.join(key, command.tier, command.task_id)
-        self._commands[command.task_id] = (command, filling, self._group.create_task(self._run(command, filling)))
+        task = self._group.create_task(self._run(command, filling, filling.crossed_now()))
+        self._commands[command.task_id] = (command, filling, task)
 
     def cancel(self, task_id: str) -> None:
         """Stop a prefetch between two chunks; nothing happens when it is not here."""
@@ -77,7 +78,7 @@ class Prefetching:
     def summaries(self) -> tuple[LoadSummary, ...]:
         return tuple(self._summary(command, filling) for command, filling, _ in self._commands.values())
 
-    async def _run(self, command: PrefetchModel, filling: Filling) -> None:
+    async def _run(self, command: PrefetchModel, filling: Filling, before: dict[Tier, Crossed]) -> None:
         error: WhimbrelError | None = None
         try:
             await filling.until(Step.STORED if command.tier is Tier.SSD else Step.READY)
@@ -94,7 +95,7 @@ class Prefetching:
             model_id=command.model_id,
             server_id=self._server_id,
             source_tier=filling.source_tier,
-            reports=reports(filling.crossed),
+            reports=reports(since(before, filling.crossed)),
             error=None if error is None else error_reply(error),
         )
         try:

@@ -25,6 +25,7 @@ from services.storage_agent.commands import Commands
 from services.storage_agent.config import AgentConfig
 from services.storage_agent.core.chunks import CheckpointKey
 from services.storage_agent.core.news import ResidencyNews
+from services.storage_agent.failures import explain
 from services.storage_agent.fetch import Source
 from services.storage_agent.filling import Filling
 from services.storage_agent.fillings import Fillings
@@ -137,9 +138,12 @@ class StorageAgentService:
     async def _answer_later(self, received: Received) -> None:
         try:
             reply = await self._parts.commands.answer(received.message)
+        except Exception as error:  # the top of a task: whoever asked hears what went wrong, and the agent lives on
+            reply = error_reply(explain(error, model_id="", server_id=self.config.server_id))
+        try:
+            await self._parts.bus.reply(received.reply_to, reply)
         except WhimbrelError as error:
-            reply = error_reply(error)
-        await self._parts.bus.reply(received.reply_to, reply)
+            log.warning("message_unsent", message=type(reply).__name__, code=error.code)
 
     async def _on_scheduler_heartbeat(self, received: Received) -> None:
         message = received.message
@@ -158,7 +162,11 @@ class StorageAgentService:
         self._slots.forget(slot, worker_epoch)
         self._look()
         assert self._group is not None
-        self._group.create_task(self._tell_exit(slot, worker_epoch))
+        telling = self._tell_exit(slot, worker_epoch)
+        try:
+            self._group.create_task(telling)
+        except RuntimeError:  # this agent is ending as well, and its server with it
+            telling.close()
 
     async def _tell_exit(self, slot: int, worker_epoch: int) -> None:
         message = WorkerExited(server_id=self.config.server_id, slot=slot, worker_epoch=worker_epoch)

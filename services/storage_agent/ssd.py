@@ -23,13 +23,13 @@ from pathlib import Path
 import ckptio
 from ckptio.manifest import MANIFEST_FILE, digest_of, partition_file
 from whimbrel.wire.errors import InvalidRequest
-from whimbrel.wire.ids import directory_name, model_id_of_directory
+from whimbrel.wire.ids import check_model_id, directory_name, model_id_of_directory
 
 from services.storage_agent.checkpoints import Checkpoint, file_sizes, footprint_bytes, layout_of, open_checkpoint
 from services.storage_agent.core.chunks import CheckpointKey, ChunkId, Layout
 
 JOURNAL_FILE = ".fetching"
-PIN_FILE = ".pinned"
+PINS_FILE = ".pinned"
 LOCK_FILE = ".agent.lock"
 PARTIAL_PREFIX = ".partial-"
 TRASH_PREFIX = ".trash-"
@@ -46,7 +46,6 @@ class FoundCheckpoint:
     size_bytes: int
     missing: frozenset[ChunkId]
     idle_s: float
-    is_pinned: bool
 
 
 class SsdDirectory:
@@ -136,11 +135,17 @@ class SsdDirectory:
         with suppress(FileNotFoundError):
             os.utime(self.path_of(model_id))
 
-    def mark_pinned(self, model_id: str, *, is_pinned: bool) -> None:
-        """Note on the disk whether the copy may be evicted; nothing happens when there is none."""
-        mark = self.path_of(model_id) / PIN_FILE
-        with suppress(FileNotFoundError):
-            mark.touch() if is_pinned else mark.unlink()
+    def read_pins(self) -> list[str]:
+        """The models that are pinned here, whether or not there is a copy; none where the file is no such list."""
+        with suppress(FileNotFoundError, UnicodeDecodeError, InvalidRequest):
+            return [check_model_id(line) for line in (self.path / PINS_FILE).read_text().splitlines()]
+        return []
+
+    def write_pins(self, model_ids: Iterable[str]) -> None:
+        """So that the next life of the agent knows them; the old list or the new one, never a half."""
+        draft = self.path / f"{PINS_FILE}.new"
+        draft.write_text("".join(f"{model_id}\n" for model_id in sorted(model_ids)))
+        draft.replace(self.path / PINS_FILE)
 
     def _discard(self, path: Path) -> None:
         # Another thread may still be removing what was there before.
@@ -218,7 +223,6 @@ def _inspect(path: Path) -> FoundCheckpoint | None:
         size_bytes=footprint_bytes(checkpoint.manifest),
         missing=missing,
         idle_s=idle_s,
-        is_pinned=(path / PIN_FILE).exists(),
     )
 
 

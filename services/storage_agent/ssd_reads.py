@@ -74,8 +74,9 @@ class SsdReads:
         await self._thread.run_until(cancel.cancel, run)
 
     def damaged_chunk(self, damage: Exception) -> ChunkId | None:
-        """The one chunk that an error is about; None when it is about more."""
-        if not isinstance(damage, ckptio.CorruptCheckpoint) or damage.chunk_index is None:
+        """The one chunk that an error is about: other bytes, or a device that can't read them. None when it is about
+        more."""
+        if not isinstance(damage, ckptio.CorruptCheckpoint | ckptio.ReadFailed) or damage.chunk_index is None:
             return None
         match = _PARTITION.fullmatch(damage.path.name)
         return None if match is None else ChunkId(int(match[1]), damage.chunk_index)

@@ -5,6 +5,7 @@ Everything here belongs to the thread of the event loop; file work runs in threa
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from services.storage_agent.ssd import SsdDirectory, SsdWriter
 from services.storage_agent.threads import Threads
 
 log = structlog.get_logger()
+
+
+# Who uses a copy whose directory is being made.
+BEGINNING = "beginning"
 
 
 class SsdTier:
@@ -46,10 +51,13 @@ class SsdTier:
         self._on_change = on_change
         self._clock = clock
         self._open = OpenCheckpoints()
+        self._pins = asyncio.Lock()  # the last list written is the newest
 
     async def open(self) -> None:
         """Find what is there; raises FileExistsError when another agent that lives has the directory."""
         await self._threads.run(self._directory.lock)
+        for model_id in await self._threads.run(self._directory.read_pins):
+            self._residency.pin(model_id, Tier.SSD)
         for found in await self._threads.run(self._directory.scan):
             self._residency.add_ssd(
                 found.key,
@@ -58,8 +66,6 @@ class SsdTier:
                 missing=found.missing,
                 now=self._clock() - found.idle_s,
             )
-            if found.is_pinned:
-                self._residency.pin(found.key.model_id, Tier.SSD)
 
     def close(self) -> None:
         self._directory.unlock()
@@ -69,7 +75,8 @@ class SsdTier:
 
     def confirm(self, key: CheckpointKey) -> None:
         """Believe the account only if the directory is still there: somebody may have cleaned the disk."""
-        if self._residency.ssd(key) is not None and not (self.path_of(key) / MANIFEST_FILE).exists():
+        copy = self._residency.ssd(key)
+        if copy is not None and BEGINNING not in copy.users and not (self.path_of(key) / MANIFEST_FILE).exists():
             log.warning("ssd_copy_vanished", model_id=key.model_id, path=str(self.path_of(key)))
             self._forget(key)
 
@@ -83,18 +90,32 @@ class SsdTier:
             await self.remove(stale.key)
         await self._make_room(key, size_bytes)
         layout = layout_of(published.index)
-        await self._threads.run(self._directory.begin, key, published.manifest, files)
         copy = self._residency.add_ssd(
             key, layout=layout, size_bytes=size_bytes, missing=layout.chunks(), now=self._clock()
         )
-        if Tier.SSD in self._residency.pinned(key.model_id):
-            await self._threads.run(self._directory.mark_pinned, key.model_id, is_pinned=True)
+        copy.users.add(BEGINNING)
+        try:
+            await self._threads.run(self._directory.begin, key, published.manifest, files)
+        except BaseException:
+            # Also when it was cancelled: the thread has made the directory by now, and nobody would account for it.
+            self._residency.remove_ssd(key)
+            await self._threads.run(self._directory.remove, key.model_id)
+            raise
+        finally:
+            copy.users.discard(BEGINNING)
         self._on_change()
         return copy
 
     async def writer(self, copy: SsdCopy) -> SsdWriter:
         """For storing what is missing."""
-        return await self._threads.run(SsdWriter, self.path_of(copy.key), copy.layout)
+        opened: list[SsdWriter] = []
+        try:
+            await self._threads.run(lambda: opened.append(SsdWriter(self.path_of(copy.key), copy.layout)))
+        except asyncio.CancelledError:
+            for writer in opened:
+                writer.close()
+            raise
+        return opened[0]
 
     async def finish(self, copy: SsdCopy) -> None:
         """Nothing is missing any more; nothing happens when the copy was removed meanwhile."""
@@ -145,9 +166,13 @@ class SsdTier:
         self._forget(key)
         await self._threads.run(self._directory.remove, key.model_id)
 
-    async def mark_pinned(self, model_id: str, *, is_pinned: bool) -> None:
-        """So that the next life of the agent knows it."""
-        await self._threads.run(self._directory.mark_pinned, model_id, is_pinned=is_pinned)
+    async def save_pins(self) -> None:
+        """Note on the disk what is pinned now; raises Unavailable when that can't be: it holds until the agent ends."""
+        async with self._pins:
+            try:
+                await self._threads.run(self._directory.write_pins, self._residency.pinned_in(Tier.SSD))
+            except OSError as error:
+                raise Unavailable(what=f"the list of pins on the SSD ({error})") from error
 
     def _forget(self, key: CheckpointKey) -> None:
         self._open.forget(key)
@@ -155,22 +180,24 @@ class SsdTier:
         self._on_change()
 
     async def _make_room(self, key: CheckpointKey, need_bytes: int) -> None:
-        used_bytes = self._residency.ssd_used_bytes()
-        free_bytes = await self._threads.run(self._directory.free_bytes)
-        # Others may use the same disk: the budget is a promise that the disk may not be able to keep.
-        capacity_bytes = min(self._residency.ssd_size_bytes, used_bytes + free_bytes)
-        match choose_victims(self._residency.ssd_candidates(), need=need_bytes, capacity=capacity_bytes):
-            case Evict(victims=victims):
-                for victim in victims:
-                    await self.remove(victim.key)
+        """One victim at a time: while one is being removed, the next may be pinned, or wanted by a load."""
+        while True:
+            free_bytes = await self._threads.run(self._directory.free_bytes)
+            # Others may use the same disk: the budget is a promise that the disk may not be able to keep.
+            capacity_bytes = min(self._residency.ssd_size_bytes, self._residency.ssd_used_bytes() + free_bytes)
+            match choose_victims(self._residency.ssd_candidates(), need=need_bytes, capacity=capacity_bytes):
+                case Evict(victims=()):
+                    return
+                case Evict(victims=victims):
+                    await self.remove(victims[0].key)
                     metrics.EVICTIONS.labels(Tier.SSD).inc()
-            case NeverFits() if need_bytes > self._residency.ssd_size_bytes:
-                raise ModelTooLarge(
-                    model_id=key.model_id, need_bytes=need_bytes, capacity_bytes=self._residency.ssd_size_bytes
-                )
-            case NeverFits():
-                raise Unavailable(
-                    what=f"SSD space for {key.model_id} ({need_bytes} bytes; others left {free_bytes} on the disk)"
-                )
-            case Wait(held=held):
-                raise Unavailable(what=f"SSD space for {key.model_id} ({held} bytes are in use or pinned)")
+                case NeverFits() if need_bytes > self._residency.ssd_size_bytes:
+                    raise ModelTooLarge(
+                        model_id=key.model_id, need_bytes=need_bytes, capacity_bytes=self._residency.ssd_size_bytes
+                    )
+                case NeverFits():
+                    raise Unavailable(
+                        what=f"SSD space for {key.model_id} ({need_bytes} bytes; others left {free_bytes} on the disk)"
+                    )
+                case Wait(held=held):
+                    raise Unavailable(what=f"SSD space for {key.model_id} ({held} bytes are in use or pinned)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from services.storage_agent.core.chunks import ChunkId
 from services.storage_agent.core.residency import SsdCopy
@@ -15,9 +16,10 @@ STORERS = 2
 
 class Storing:
     """Chunks of one copy on their way to the SSD. The chunks of the pool that are added stay as they are until `run`
-    has returned: the filling holds them."""
+    has returned: the filling holds them. `on_moved` is called after each."""
 
-    def __init__(self, tiers: Tiers, ssd: SsdCopy, writer: SsdWriter) -> None:
+    def __init__(self, tiers: Tiers, ssd: SsdCopy, writer: SsdWriter, on_moved: Callable[[], None]) -> None:
+        self._on_moved = on_moved
         self._tiers = tiers
         self._ssd = ssd
         self._writer = writer
@@ -45,6 +47,7 @@ class Storing:
         """Store a chunk that is not in the pool."""
         await self._tiers.threads.run(self._writer.store, chunk, view)
         self._ssd.missing.discard(chunk)
+        self._on_moved()
 
     async def close(self) -> None:
         await self._tiers.threads.run(self._writer.close)

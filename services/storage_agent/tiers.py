@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import ckptio
 import structlog
@@ -86,7 +87,8 @@ class Tiers:
             ckptio.ChunkPool.create, config.pool_path, config.pool_bytes, config.chunk_size_bytes
         )
         pooled_s = self._clock()
-        await self.measure()
+        with suppress(Unavailable):  # a disk that is full, say: loads make room
+            await self.measure()
         log.info(
             "storage_opened",
             scan_s=round(scanned_s - started_s, 4),
@@ -104,14 +106,18 @@ class Tiers:
         config = self._config
         async with self._room:
             self._shed_idle(max(1, config.probe_bytes // config.chunk_size_bytes))
-            self.probe = await self.threads.run(
-                probe_ssd,
-                config.ssd_dir,
-                self.pool,
-                config.chunk_size_bytes,
-                config.reader_threads,
-                config.probe_bytes,
-            )
+            try:
+                self.probe = await self.threads.run(
+                    probe_ssd,
+                    config.ssd_dir,
+                    self.pool,
+                    config.chunk_size_bytes,
+                    config.reader_threads,
+                    config.probe_bytes,
+                )
+            except (OSError, ckptio.CkptioError) as error:
+                log.warning("storage_not_measured", reason=str(error))
+                raise Unavailable(what=f"a measurement of {config.ssd_dir} ({error})") from error
         self._changed()
         return self.probe
 
@@ -154,7 +160,7 @@ class Tiers:
     def let_go(self, copy_id: int, holder: str) -> None:
         self._free(self.residency.let_go(copy_id, holder, now=self._clock()))
 
-    async def reserve(self, checkpoint: Checkpoint, holder: str, wait_s: float = ROOM_S_MAX) -> DramCopy:
+    async def reserve(self, checkpoint: Checkpoint, holder: str) -> DramCopy:
         """The DRAM copy, held by `holder`, with a place for every chunk; what was resident of it stays.
 
         Raises ModelTooLarge when the whole pool is too small, Unavailable when what is in the way stays in use.
@@ -169,7 +175,7 @@ class Tiers:
             )
             try:
                 need = len(copy.unplaced())
-                await self._make_room_in_dram(copy, need, wait_s)
+                await self._make_room_in_dram(copy, need)
                 self.residency.place(copy.copy_id, self.pool.allocate(need))
             except BaseException:
                 self.let_go(copy.copy_id, holder)
@@ -183,13 +189,13 @@ class Tiers:
         """Raises InvalidRequest for a tier that nothing is pinned in."""
         self.residency.pin(model_id, _pinnable(tier))
         if tier is Tier.SSD:
-            await self.ssd.mark_pinned(model_id, is_pinned=True)
+            await self.ssd.save_pins()
         self._changed()
 
     async def unpin(self, model_id: str, tier: Tier) -> None:
         self.residency.unpin(model_id, _pinnable(tier))
         if tier is Tier.SSD:
-            await self.ssd.mark_pinned(model_id, is_pinned=False)
+            await self.ssd.save_pins()
         self._changed()
 
     async def evict(self, model_id: str, tier: Tier) -> None:
@@ -210,7 +216,9 @@ class Tiers:
 
     async def remove_model(self, model_id: str, *, from_repository: bool) -> None:
         """Remove every copy of a model; chunks that an instance maps follow when it lets go. Raises OSError."""
-        self.residency.unpin(model_id)
+        if self.residency.pinned(model_id):
+            self.residency.unpin(model_id)
+            await self.ssd.save_pins()
         for ssd_copy in self.residency.ssd_copies(model_id):
             await self.ssd.remove(ssd_copy.key)
         for copy in self.residency.dram_copies(model_id):
@@ -239,9 +247,9 @@ class Tiers:
             case NeverFits():
                 raise AssertionError("no more was asked for than there is")
 
-    async def _make_room_in_dram(self, copy: DramCopy, need_chunks: int, wait_s: float) -> None:
+    async def _make_room_in_dram(self, copy: DramCopy, need_chunks: int) -> None:
         chunk_size_bytes, key = self._config.chunk_size_bytes, copy.key
-        deadline_s = self._clock() + wait_s
+        deadline_s = self._clock() + ROOM_S_MAX
         need_in_all = copy.layout.chunk_count
         if need_in_all > self.residency.chunk_count:
             raise ModelTooLarge(

@@ -32,7 +32,11 @@ def on_agent_heartbeat(step: Step, message: AgentHeartbeat, reply_to: str | None
         step.tell(ServerJoined(server_id=message.server_id, epoch=message.epoch))
     if is_new_life or not server.is_alive or _looks_different(known, message):
         step.cluster.touch(message.server_id)
-    if not server.hear(message):
+    entries = server.residency.entries
+    is_heard = server.hear(message)
+    if server.residency.entries is not entries:
+        step.cluster.touch(message.server_id)
+    if not is_heard:
         step.send(ToAgent(server_id=message.server_id), ResendResidency(scheduler_epoch=step.epoch))
     server.seen_s = step.now
     server.is_alive = True
@@ -92,9 +96,7 @@ def lose_instance(step: Step, instance: Instance, reason: str) -> None:
 def _looks_different(known: AgentHeartbeat | None, message: AgentHeartbeat) -> bool:
     """Whether placement would see another server than before."""
     return known is None or (
-        known.residency_version != message.residency_version
-        or known.pool_size_bytes != message.pool_size_bytes
-        or known.ssd_size_bytes != message.ssd_size_bytes
+        known.pool_size_bytes != message.pool_size_bytes or known.ssd_size_bytes != message.ssd_size_bytes
     )
 
 

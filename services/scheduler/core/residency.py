@@ -44,7 +44,7 @@ class Residency:
             models = dict(self._models)
         else:
             return False
-        is_news = base_version is None or heartbeat.residency_version != self._version
+        is_news = (heartbeat.epoch, heartbeat.residency_version) != (self._epoch, self._version)
         self._epoch, self._version = heartbeat.epoch, heartbeat.residency_version
         if is_news:
             for model in heartbeat.resident:

@@ -16,7 +16,7 @@ class Settings:
     #: forth for every request, short beside what a client accepts as a cold start.
     fair_wait_s: float = 2.0
     #: A load without a byte of progress for so long has stalled. Readers retry a bad chunk well within this.
-    load_stall_s: float = 30.0
+    load_stall_s: float = 90.0
     #: Three heartbeats of one second missed, and half of one for jitter.
     lost_after_s: float = 3.5
     #: Repeat a command that no heartbeat has confirmed. Just under a heartbeat, so that every one can trigger it.

@@ -84,6 +84,18 @@ def reports(crossed: dict[Tier, Crossed]) -> tuple[TierReport, ...]:
     )
 
 
+def since(before: dict[Tier, Crossed], now: dict[Tier, Crossed]) -> dict[Tier, Crossed]:
+    """What crossed between two moments: whoever joined a load late reports only that."""
+    nothing = Crossed()
+    return {
+        tier: Crossed(
+            size_bytes=crossed.size_bytes - before.get(tier, nothing).size_bytes,
+            seconds=crossed.seconds - before.get(tier, nothing).seconds,
+        )
+        for tier, crossed in now.items()
+    }
+
+
 def remaining_s(*, done_bytes: int, total_bytes: int, running_s: float, probe_bytes_per_s: float) -> float | None:
     """An estimate of the rest of a running load: what is left at the speed so far, or at the measured speed of the SSD
     while nothing has moved. None when neither is known (E1: what remains of the running task)."""

@@ -254,6 +254,10 @@ class Residency:
     def pinned(self, model_id: str) -> set[Tier]:
         return set(self._pins.get(model_id, ()))
 
+    def pinned_in(self, tier: Tier) -> frozenset[str]:
+        """The models that are pinned in a tier."""
+        return frozenset(model_id for model_id, tiers in self._pins.items() if tier in tiers)
+
     # --- the whole ---
 
     def resident(self) -> tuple[ResidentModel, ...]:

@@ -23,6 +23,7 @@ from whimbrel.wire.messages import (
 from services.scheduler.core.queues import PathQueues
 from services.scheduler.core.ready import Arrived, ToAgent
 from services.scheduler.core.residency import Residency, Resident
+from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, place, served
 from tests.unit.scheduler.toy_peers import GB
 
@@ -116,7 +117,7 @@ def test_a_gap_is_closed_by_asking_for_everything() -> None:
 
 
 def test_a_task_that_runs_beside_others_is_watched_for_progress_and_one_that_waits_is_not() -> None:
-    cluster = a_cluster("a", "b", slots=2)
+    cluster = a_cluster("a", "b", slots=2, settings=Settings(load_stall_s=20.0))
     agent = cluster.kill_agent("s0")
     cluster.deliver(place("q1", "a"), place("q2", "b"))
     running, waiting = cluster.instances()

@@ -215,7 +215,10 @@ class World:
         for peer in self.peers:
             peer.hang_up()
         for model_id, known in self.models.items():
-            known.pins, known.kept, known.is_removing = pins_kept[model_id], set(pins_kept[model_id]), False
+            copy = self.residency.ssd(known.key)
+            # A pin outlives the agent, with or without a copy; what it keeps is a copy that was there.
+            known.pins, known.is_removing = pins_kept[model_id], False
+            known.kept = known.pins & ({Tier.SSD} if copy is not None else set())
             known.faults.clear()
 
     # --- what must be true ---

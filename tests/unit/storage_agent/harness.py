@@ -285,7 +285,9 @@ class Harness:
     def ssd_entries(self) -> list[str]:
         """What the SSD directory holds besides what is always there."""
         return sorted(
-            path.name for path in self.config.ssd_dir.iterdir() if path.name not in (".agent.lock", ".staging")
+            path.name
+            for path in self.config.ssd_dir.iterdir()
+            if path.name not in (".agent.lock", ".pinned", ".staging")
         )
 
     @property

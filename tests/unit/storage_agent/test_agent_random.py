@@ -17,7 +17,7 @@ from whimbrel.wire.errors import Conflict
 from whimbrel.wire.ids import new_id
 from whimbrel.wire.messages import CancelLoad, EvictModel, LoadFinished, PinModel, PrefetchModel, Tier, UnpinModel
 
-from services.storage_agent.ssd import PIN_FILE
+from services.storage_agent.ssd import SsdDirectory
 from tests.unit.storage_agent.agent_world import (
     CHUNK_BYTES,
     ENDS_S_MAX,
@@ -137,10 +137,7 @@ class Chaos:
     async def restart(self) -> None:
         self.world.set_disk_full(is_full=False)
         await self.settle()
-        pins = {
-            model_id: known.pins & {Tier.SSD} if self.world.residency.ssd(known.key) is not None else set()
-            for model_id, known in self.world.models.items()
-        }
+        pins = {model_id: known.pins & {Tier.SSD} for model_id, known in self.world.models.items()}
         removing = [model_id for model_id, known in self.world.models.items() if known.is_removing]
         await self.world.life.stop()
         on_disk = self.pins_on_disk()
@@ -149,7 +146,7 @@ class Chaos:
     def pins_on_disk(self) -> dict[str, set[Tier]]:
         directory = self.world.config.ssd_dir
         return {
-            model_id: {Tier.SSD} if (directory / model_id / PIN_FILE).exists() else set()
+            model_id: {Tier.SSD} if model_id in SsdDirectory(directory).read_pins() else set()
             for model_id in self.world.models
         }
 

@@ -270,16 +270,16 @@ def test_the_time_of_the_last_use_is_kept_on_the_disk(directory: SsdDirectory, p
     directory.touch("not/there")
 
 
-def test_a_pin_is_kept_on_the_disk_and_goes_with_the_copy(directory: SsdDirectory, published: Checkpoint) -> None:
-    directory.mark_pinned(MODEL, is_pinned=True)
-    directory.mark_pinned(MODEL, is_pinned=False)
-    assert directory.scan() == []
-    a_whole_copy(directory, published)
-    assert not found_in(directory).is_pinned
-    directory.mark_pinned(MODEL, is_pinned=True)
-    assert found_in(directory).is_pinned
-    directory.mark_pinned(MODEL, is_pinned=False)
-    assert not found_in(directory).is_pinned
+def test_pins_are_a_list_that_outlives_copies_and_is_never_half(tmp_path: Path) -> None:
+    directory = SsdDirectory(tmp_path)
+    assert directory.read_pins() == []
+    directory.write_pins({"org/b", "a"})
+    assert directory.read_pins() == ["a", "org/b"]
+    directory.write_pins(())
+    assert directory.read_pins() == []
+    for nonsense in (b"../x\n", b"\xff\xfe"):
+        (tmp_path / ".pinned").write_bytes(nonsense)
+        assert directory.read_pins() == []
 
 
 def test_one_agent_at_a_time_has_a_directory(directory: SsdDirectory) -> None:

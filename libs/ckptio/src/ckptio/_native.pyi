@@ -64,7 +64,7 @@ class ReaderThreads:
         cancel: CancelToken | None,
         sink: CopyPipeline | None,
         progress: Callable[[int], None] | None,
-        arrived: Callable[[Sequence[int]], None] | None,
+        arrived: Callable[[Sequence[int]], None] | None = None,
     ) -> tuple[str, int, int, int, int, int, int, float, float]: ...
 
 @final

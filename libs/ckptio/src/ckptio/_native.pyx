@@ -187,7 +187,7 @@ cdef class ReaderThreads:
         self.close()
 
     def read(self, Mapping target not None, chunks, files, bint is_verified, bint is_bounced, CancelToken cancel,
-             CopyPipeline sink, progress, arrived):
+             CopyPipeline sink, progress, arrived=None):
         """Reads `chunks`, tuples of (target_offset_bytes or None, file, offset_bytes, size_bytes, digest, is_direct,
         is_resident), from `files`, tuples of (buffered_descriptor, direct_descriptor or -1).
 

@@ -42,6 +42,16 @@ class TruncatedCheckpoint(CkptioError):
         )
 
 
+class ReadFailed(OSError):
+    """The system could not read `path` at `offset_bytes`, in its chunk `chunk_index`; `errno` says why."""
+
+    def __init__(self, path: PathLike, code: int, *, offset_bytes: int, chunk_index: int) -> None:
+        super().__init__(code, f"{os.strerror(code)} (at offset {offset_bytes})", os.fspath(path))
+        self.path = Path(path)
+        self.offset_bytes = offset_bytes
+        self.chunk_index = chunk_index
+
+
 class UnsupportedFormat(CkptioError):
     """`path` is something that ckptio does not read; `reason` says what it is and what to do."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptio.errors import Cancelled, CorruptCheckpoint, PathLike, TruncatedCheckpoint
+from ckptio.errors import Cancelled, CorruptCheckpoint, PathLike, ReadFailed, TruncatedCheckpoint
 from ckptio.files import FileState, check_unchanged
 from ckptio.native import require_native
 from ckptio.plan import PADDING_BYTES, ChunkRead, choose_direct, chunk_count, plan_chunks
@@ -323,4 +323,4 @@ def _raise_for(
         case "truncated":
             raise TruncatedCheckpoint(path, expected_bytes=ends[order.file], actual_bytes=offset_bytes)
         case _:
-            raise OSError(code, f"{os.strerror(code)} (at offset {offset_bytes})", os.fspath(path))
+            raise ReadFailed(path, code, offset_bytes=offset_bytes, chunk_index=order.chunk_index)

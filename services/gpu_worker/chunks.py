@@ -13,8 +13,9 @@ import threading
 from pathlib import Path
 
 import ckptio
+from ckptio.checkpoint import read_checkpoint
 from whimbrel.wire.codec import unpack_tokens
-from whimbrel.wire.errors import Cancelled, LoadFailed, WhimbrelError
+from whimbrel.wire.errors import Cancelled, Conflict, LoadFailed, WhimbrelError
 from whimbrel.wire.messages import AttachInstance, PartitionChunks
 
 from services.gpu_worker.engines.engine import PartitionMemory
@@ -53,7 +54,7 @@ class LentChunks:
         memories: list[PartitionMemory] = []
         reused = _device_memories(former)
         try:
-            index = ckptio.read_index(attach.checkpoint_path)
+            index = _read_index(attach)
             _check(attach, index)
             for number, partition in enumerate(attach.partitions):
                 memories.append(
@@ -68,6 +69,8 @@ class LentChunks:
                 if memory not in reused.values():
                     memory.close()
             os.close(lease)
+            if isinstance(cause, Conflict):
+                raise
             if isinstance(cause, ckptio.CkptioError | OSError | ValueError | WhimbrelError):
                 raise LoadFailed(model_id=attach.model_id, reason=str(cause)) from cause
             raise
@@ -106,6 +109,15 @@ class LentChunks:
         if self._lease is not None:
             os.close(self._lease)
             self._lease = None
+
+
+def _read_index(attach: AttachInstance) -> ckptio.Index:
+    """The index of the content that was lent. Raises Conflict when another one lies there by now: the load may be tried
+    again."""
+    manifest, index = read_checkpoint(attach.checkpoint_path)
+    if manifest.index_digest != attach.index_digest:
+        raise Conflict(reason=f"{attach.checkpoint_path} holds another content of {attach.model_id} by now")
+    return index
 
 
 def read_config(attach: AttachInstance) -> bytes:

@@ -97,6 +97,7 @@ class Filling:
         self._under_way_bytes = 0
         self._there_before_bytes: int | None = None
         self._has_rejected = False
+        self._needs_room = False
         self._crossing = Crossed()
         self._crossing_since_s = 0.0
         self.source_tier = source_tier(tiers.residency.find(key), tiers.residency.ssd(key))
@@ -199,6 +200,10 @@ class Filling:
                     Tier.SSD if isinstance(move, Read) else Tier.REMOTE
                 ):
                     await self._perform(move)
+                    if self._needs_room:
+                        break
+            if self._needs_room:
+                await self._wait_for_room()
         self._reach(Step.STARTED)
         if self.wanted is Tier.DRAM:
             await self._place()  # also when all was there: those who wait hold it from then on
@@ -243,7 +248,10 @@ class Filling:
         self.stage = WaitStage.LOADING
         try:
             checkpoint = await self._tiers.ssd.checkpoint(self.key)
-            copy = await self._place()
+            copy = await self._place_soon()
+            if copy is None:
+                self._needs_room = True
+                return
             chunks = [chunk for chunk in chunks if chunk not in copy.ready]
             self._begin_crossing(Tier.SSD)
             await self._reads.read(checkpoint, copy, chunks, self._arrived)
@@ -302,15 +310,22 @@ class Filling:
     # --- steps ---
 
     async def _place_soon(self) -> DramCopy | None:
-        """Room where there is some soon; the network does not wait for an instance that stays: then the SSD comes
-        first, and DRAM is filled from there."""
+        """Room where there is some soon: those who wait for this path need not wait for an instance that stays."""
         try:
-            # Not only room is waited for: others may be waiting for theirs.
+            # Not only room is waited for: the SSD may be being measured.
             async with asyncio.timeout(ROOM_SOON_S):
                 return await self._place()
-        except (TimeoutError, Unavailable):
-            log.info("fetching_to_ssd_only", model_id=self.key.model_id)
+        except TimeoutError:
+            log.info("room_awaited", model_id=self.key.model_id)
             return None
+
+    async def _wait_for_room(self) -> None:
+        """Without a turn; the next one comes when there is room. A damaged copy is answered, and planned anew."""
+        self._needs_room = False
+        try:
+            await self._place()
+        except DAMAGE as damage:
+            await self._answer_damage(damage)
 
     async def _place(self) -> DramCopy:
         """Room for every chunk, once."""

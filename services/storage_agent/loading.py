@@ -219,6 +219,7 @@ class Loading:
 
     async def _attach(self, run: LoadRun, copy: DramCopy, devices: tuple[str, ...]) -> tuple[bytes, ...]:
         task, lending = run.task, self._tiers.lending
+        index_digest = (await self._tiers.ssd.checkpoint(task.key)).manifest.index_digest
         lease_path = lending.lend(copy, task.instance_id)
         run.is_lent = True
         attach = AttachInstance(
@@ -226,6 +227,7 @@ class Loading:
             model_id=task.key.model_id,
             agent_epoch=self._agent_epoch,
             checkpoint_path=str(self._tiers.ssd.path_of(task.key)),
+            index_digest=index_digest,
             pool_path=str(self._tiers.pool.path),
             lease_path=str(lease_path),
             chunk_size_bytes=self._config.chunk_size_bytes,

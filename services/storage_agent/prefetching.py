@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 from whimbrel.chassis.bus import Bus
 from whimbrel.wire.codec import error_reply
-from whimbrel.wire.errors import Cancelled, InvalidRequest, QueueFull, WhimbrelError
+from whimbrel.wire.errors import Cancelled, InvalidRequest, QueueFull, Unavailable, WhimbrelError
 from whimbrel.wire.ids import check_model_id
 from whimbrel.wire.messages import LoadSummary, PrefetchEnded, PrefetchModel, Tier
 
@@ -56,12 +57,14 @@ class Prefetching:
             return
         if len(self._commands) >= PREFETCHES_MAX:
             raise QueueFull(queue="the list of prefetches", limit=PREFETCHES_MAX)
-        if command.is_pinned:
+        is_new_pin = command.is_pinned and command.tier not in self._tiers.residency.pinned(command.model_id)
+        if is_new_pin:
             await self._tiers.pin(command.model_id, command.tier)
         key = CheckpointKey(model_id=command.model_id, checkpoint_digest=command.checkpoint_digest)
         self._tiers.ssd.confirm(key)
         filling = self._fillings.join(key, command.tier, command.task_id)
-        task = self._group.create_task(self._run(command, filling, filling.crossed_now()))
+        work = self._run(command, filling, filling.crossed_now(), unpins=is_new_pin)
+        task = self._group.create_task(work)
         self._commands[command.task_id] = (command, filling, task)
 
     def cancel(self, task_id: str) -> None:
@@ -78,7 +81,9 @@ class Prefetching:
     def summaries(self) -> tuple[LoadSummary, ...]:
         return tuple(self._summary(command, filling) for command, filling, _ in self._commands.values())
 
-    async def _run(self, command: PrefetchModel, filling: Filling, before: dict[Tier, Crossed]) -> None:
+    async def _run(
+        self, command: PrefetchModel, filling: Filling, before: dict[Tier, Crossed], *, unpins: bool
+    ) -> None:
         error: WhimbrelError | None = None
         try:
             await filling.until(Step.STORED if command.tier is Tier.SSD else Step.READY)
@@ -89,6 +94,9 @@ class Prefetching:
         finally:
             self._fillings.leave(filling, command.task_id)
             del self._commands[command.task_id]
+        if error is not None and unpins:
+            with suppress(Unavailable):  # it is not pinned now; the disk may say so still
+                await self._tiers.unpin(command.model_id, command.tier)
         log.info("prefetch_ended", task_id=command.task_id, model_id=command.model_id, error=error and error.code)
         ended = PrefetchEnded(
             task_id=command.task_id,

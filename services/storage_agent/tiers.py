@@ -68,7 +68,7 @@ class Tiers:
         self._on_change = on_change
         self._clock = clock
         self._pool: ckptio.ChunkPool | None = None
-        # One reservation at a time: two that each hold a part of the pool would wait for each other.
+        # While the SSD is measured, chunks of the pool are in use that the account does not know.
         self._room = asyncio.Lock()
 
     # --- life ---
@@ -163,25 +163,33 @@ class Tiers:
     async def reserve(self, checkpoint: Checkpoint, holder: str) -> DramCopy:
         """The DRAM copy, held by `holder`, with a place for every chunk; what was resident of it stays.
 
-        Raises ModelTooLarge when the whole pool is too small, Unavailable when what is in the way stays in use.
+        Who waits for room holds nothing meanwhile, so that what fits goes ahead and two never wait for each other.
+        Raises ModelTooLarge when the whole pool is too small, Unavailable when what is in the way is pinned or stays.
         """
-        async with self._room:
-            copy = self.residency.open_copy(
-                checkpoint.key,
-                layout=layout_of(checkpoint.index),
-                size_bytes=checkpoint.manifest.total_bytes,
-                holder=holder,
-                now=self._clock(),
-            )
-            try:
+        deadline_s = self._clock() + ROOM_S_MAX
+        layout = layout_of(checkpoint.index)
+        self._check_fits(checkpoint.key, layout.chunk_count)
+        while True:
+            async with self._room:
+                copy = self.residency.open_copy(
+                    checkpoint.key,
+                    layout=layout,
+                    size_bytes=checkpoint.manifest.total_bytes,
+                    holder=holder,
+                    now=self._clock(),
+                )
                 need = len(copy.unplaced())
-                await self._make_room_in_dram(copy, need)
-                self.residency.place(copy.copy_id, self.pool.allocate(need))
-            except BaseException:
+                held = self._make_room(need)
+                if held is None:
+                    self.residency.place(copy.copy_id, self.pool.allocate(need))
+                    self._changed()
+                    return copy
                 self.let_go(copy.copy_id, holder)
-                raise
-        self._changed()
-        return copy
+            if self._clock() >= deadline_s:
+                in_use_bytes = held * self._config.chunk_size_bytes
+                raise Unavailable(what=f"memory for {checkpoint.key.model_id} ({in_use_bytes} bytes are in use)")
+            await asyncio.sleep(ROOM_POLL_S)
+            self.lending.sweep()
 
     # --- pins and removal ---
 
@@ -206,7 +214,7 @@ class Tiers:
         copies = self.residency.dram_copies(model_id)
         fetched = [copy for copy in self.residency.ssd_copies(model_id) if copy.users]
         if any(copy.is_held for copy in copies) or (tier is Tier.SSD and fetched):
-            raise Conflict(reason=f"{model_id} is loaded or used by an instance; unload it first")
+            raise Conflict(reason=f"{model_id} is in use; it can go when its loads and instances have ended")
         if tier is Tier.SSD:
             for ssd_copy in self.residency.ssd_copies(model_id):
                 await self.ssd.remove(ssd_copy.key)
@@ -247,34 +255,35 @@ class Tiers:
             case NeverFits():
                 raise AssertionError("no more was asked for than there is")
 
-    async def _make_room_in_dram(self, copy: DramCopy, need_chunks: int) -> None:
-        chunk_size_bytes, key = self._config.chunk_size_bytes, copy.key
-        deadline_s = self._clock() + ROOM_S_MAX
-        need_in_all = copy.layout.chunk_count
-        if need_in_all > self.residency.chunk_count:
+    def _check_fits(self, key: CheckpointKey, need_chunks: int) -> None:
+        """Raises ModelTooLarge for more than the pool has, and Unavailable for more than is not pinned: nobody waits
+        for a pin to go away."""
+        chunk_size_bytes, count = self._config.chunk_size_bytes, self.residency.chunk_count
+        if need_chunks > count:
             raise ModelTooLarge(
-                model_id=key.model_id,
-                need_bytes=need_in_all * chunk_size_bytes,
-                capacity_bytes=self.residency.chunk_count * chunk_size_bytes,
+                model_id=key.model_id, need_bytes=need_chunks * chunk_size_bytes, capacity_bytes=self.pool.size_bytes
             )
-        while True:
-            match choose_victims(
-                self.residency.dram_candidates(), need=need_chunks, capacity=self.residency.chunk_count
-            ):
-                case Evict(victims=victims):
-                    for victim in victims:
-                        self._free(self.residency.shed(victim.key, victim.size))
-                        metrics.EVICTIONS.labels(Tier.DRAM).inc()
-                    return
-                case Wait(held=held):
-                    if self._clock() >= deadline_s:
-                        raise Unavailable(
-                            what=f"memory for {key.model_id} ({held * chunk_size_bytes} bytes are in use)"
-                        )
-                    await asyncio.sleep(ROOM_POLL_S)
-                    self.lending.sweep()
-                case NeverFits():
-                    raise AssertionError("checked above")
+        pinned = [
+            copy
+            for copy in self.residency.dram_copies()
+            if copy.key != key and Tier.DRAM in self.residency.pinned(copy.key.model_id)
+        ]
+        if need_chunks > count - sum(len(copy.places) for copy in pinned):
+            names = ", ".join(sorted({copy.key.model_id for copy in pinned}))
+            raise Unavailable(what=f"memory for {key.model_id} (it is pinned by {names}; unpin one of them)")
+
+    def _make_room(self, need_chunks: int) -> int | None:
+        """Evict what has to go; else how many chunks are held by others."""
+        match choose_victims(self.residency.dram_candidates(), need=need_chunks, capacity=self.residency.chunk_count):
+            case Evict(victims=victims):
+                for victim in victims:
+                    self._free(self.residency.shed(victim.key, victim.size))
+                    metrics.EVICTIONS.labels(Tier.DRAM).inc()
+                return None
+            case Wait(held=held):
+                return held
+            case NeverFits():
+                raise AssertionError("that was checked before")
 
     def _free(self, chunks: tuple[int, ...]) -> None:
         if chunks:

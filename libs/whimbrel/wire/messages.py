@@ -477,13 +477,15 @@ class AttachInstance(Message, frozen=True, kw_only=True):
     `lease_path` is a file that the worker keeps locked (shared flock) while it maps the chunks: the kernel drops the
     lock with the process, so the agent knows exactly when the chunks are free, whatever happened to the worker.
     `agent_epoch` is the agent's life: chunks of another life are filled by nobody, so a worker that holds such while
-    its instance loads lets go of them and maps these instead.
+    its instance loads lets go of them and maps these instead. `index_digest` is that of the content in the chunks:
+    the directory may be replaced by another content of the model.
     """
 
     instance_id: str
     model_id: str
     agent_epoch: NonNegative
     checkpoint_path: str
+    index_digest: str
     pool_path: str
     lease_path: str
     chunk_size_bytes: NonNegative

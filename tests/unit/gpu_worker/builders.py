@@ -80,6 +80,7 @@ class Lender:
             model_id=model_id,
             agent_epoch=agent_epoch,
             checkpoint_path=str(checkpoint),
+            index_digest=ckptio.read_manifest(checkpoint).index_digest,
             pool_path=str(self.pool.path),
             lease_path=str(lease),
             chunk_size_bytes=self.pool.chunk_size_bytes,

@@ -31,6 +31,7 @@ from services.storage_agent.checkpoints import checkpoint_digest
 from services.storage_agent.core.chunks import CheckpointKey
 from services.storage_agent.core.residency import Residency
 from services.storage_agent.lending import holder_of
+from services.storage_agent.ssd_tier import BEGINNING
 from tests.support.checkpoints import make_checkpoint
 from tests.unit.storage_agent.harness import SERVER, Harness, a_config, damage
 from tests.unit.storage_agent.mortal import Life
@@ -255,7 +256,8 @@ class World:
             assert pinned == known.pins
             dram = self.residency.find(known.key)
             here = set()
-            if self.residency.ssd(known.key) is not None:
+            ssd = self.residency.ssd(known.key)
+            if ssd is not None and BEGINNING not in ssd.users:
                 here.add(Tier.SSD)
             if dram is not None and dram.is_whole:
                 here.add(Tier.DRAM)

@@ -145,7 +145,7 @@ async def test_what_an_instance_or_a_load_uses_is_not_evicted_on_command(home: P
         for _ in range(2):
             error = await refusal(agent, EvictModel(model_id="m", tier=tier))
             assert isinstance(error, Conflict)
-            assert "unload it first" in str(error)
+            assert "its loads and instances have ended" in str(error)
             gate.open_gate()
             await agent.end_of(command)
             await until_quiet(agent)

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
 
 import ckptio
@@ -26,6 +27,10 @@ HOST = "cpu"
 # Pages are put into this process's page tables in pieces, so that giving the chunks back never waits for long.
 TOUCH_BYTES = 16 * 1024 * 1024
 _MADV_POPULATE_READ = 22
+
+# A copy of a chunk takes milliseconds, and a load that is cancelled ends with the one that is under way.
+ALONE_S_MAX = 10.0
+ALONE_POLL_S = 0.005
 
 _libc = ctypes.CDLL(None)
 
@@ -101,6 +106,8 @@ class LentChunks:
         """Unmap and free everything, then let go of the lease. Raises BufferError, keeping the lease, while a view of a
         mapping is alive."""
         with self._lock:
+            if self._lease is not None and any(isinstance(memory, ckptio.DeviceBuffer) for memory in self._owned):
+                _wait_until_alone(self._lease)
             for memory in self._owned:
                 memory.close()
             self._release_lease()
@@ -109,6 +116,18 @@ class LentChunks:
         if self._lease is not None:
             os.close(self._lease)
             self._lease = None
+
+
+def _wait_until_alone(lease: int) -> None:
+    """The agent holds the lease too while it copies to our memory, which must not be freed under it. It is told to stop
+    by whoever ends the instance; if it were stuck, waiting for ever would help nobody."""
+    deadline_s = time.monotonic() + ALONE_S_MAX
+    while time.monotonic() < deadline_s:
+        try:
+            fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(ALONE_POLL_S)
 
 
 def _read_index(attach: AttachInstance) -> ckptio.Index:

@@ -8,7 +8,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from whimbrel.wire.errors import Conflict, ModelNotFound, ServerNotFound
+from whimbrel.wire.errors import Conflict, ModelNotFound, ServerNotFound, Unavailable
 from whimbrel.wire.ids import new_id
 from whimbrel.wire.messages import (
     Ack,
@@ -106,9 +106,15 @@ class Servers:
         """The server of the path; raises ServerNotFound when the scheduler has not heard of it."""
         server_id: str = request.path_params["server_id"]
         reply = await self._dispatch.ask_scheduler(GetCluster(), GetClusterReply, ANSWER_S_MAX)
-        known = [server.server_id for server in reply.servers]
+        known = {server.server_id: server for server in reply.servers}
+        if server_id in known and not known[server_id].is_alive:
+            raise Unavailable(
+                what=f"server {server_id} (it is lost; last heard {known[server_id].last_seen_s:.0f} s ago)"
+            )
         if server_id not in known:
-            raise ServerNotFound(server_id=server_id[:64], known=", ".join(known[:SERVERS_NAMED_MAX]) or "none yet")
+            raise ServerNotFound(
+                server_id=server_id[:64], known=", ".join(list(known)[:SERVERS_NAMED_MAX]) or "none yet"
+            )
         return server_id
 
     async def _model(self, request: Request) -> ModelSummary:

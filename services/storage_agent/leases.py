@@ -10,6 +10,8 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from whimbrel.wire.codec import pack_tokens, unpack_tokens
@@ -63,6 +65,16 @@ class LeaseFiles:
         self._path_of(instance_id).unlink(missing_ok=True)
         os.close(self._descriptors.pop(instance_id))
         return True
+
+    @contextmanager
+    def shared(self, instance_id: str) -> Iterator[None]:
+        """We use memory that the worker allocated: it frees none of it while we hold the lease as well."""
+        descriptor = os.open(self._path_of(instance_id), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(descriptor)
 
     def forget_chunks(self, instance_id: str) -> None:
         """The instance needs no chunks any more; its lease tells of its life only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import structlog
@@ -52,6 +53,12 @@ class Lending:
         """The worker has answered: from now on the lock of the lease file alone says whether it has the instance."""
         self._attaching.discard(instance_id)
         self._on_change()
+
+    def sharing(self, instance_id: str) -> AbstractContextManager[None]:
+        """While the worker's memory is written to. Raises Unavailable when the worker is gone."""
+        if instance_id not in self._copies:
+            raise Unavailable(what=f"instance {instance_id}, whose worker is gone,")
+        return self._files.shared(instance_id)
 
     def copied(self, instance_id: str) -> None:
         """The instance has its own copy of the bytes, on GPUs: the chunks are free, the lease tells of its life. Raises

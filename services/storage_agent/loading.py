@@ -199,10 +199,11 @@ class Loading:
         if len(handles) != len(devices):
             worker = f"worker {self._config.server_id}/{run.task.slot}, which gave {len(handles)} handles for"
             raise Unavailable(what=f"{worker} {len(devices)} partitions,")
-        async with self._copies.copying(checkpoint.index, copy, run.filling, devices, handles) as copier:
-            if run.filling is not None:
-                await run.filling.until(Step.READY)
-            report = await self._copies.finish(copier)
+        with self._tiers.lending.sharing(run.task.instance_id):
+            async with self._copies.copying(checkpoint.index, copy, run.filling, devices, handles) as copier:
+                if run.filling is not None:
+                    await run.filling.until(Step.READY)
+                report = await self._copies.finish(copier)
         run.copied = Crossed(size_bytes=report.size_bytes, seconds=report.seconds)
         self._tiers.lending.copied(run.task.instance_id)
 

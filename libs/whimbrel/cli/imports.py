@@ -24,7 +24,7 @@ def deploy(
         str,
         typer.Option(
             "--source",
-            help="A directory that the storage agents can read, hf://org/name[@revision], s3://bucket/prefix, or "
+            help="A directory that the storage agents can read, hf://org/name\\[@revision], s3://bucket/prefix, or "
             "http(s)://host/directory/.",
         ),
     ],
@@ -33,6 +33,8 @@ def deploy(
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint, publish it in the repository, and serve it under a name."""
+    if not source.strip():
+        raise fail("--source is empty; name a directory, a hub model or a URL", EXIT_USAGE)
     place = source if "://" in source else str(Path(source).resolve())
     try:
         parse_source(place)
@@ -43,7 +45,9 @@ def deploy(
         async with AdminClient(url) as client:
             return str((await client.deploy(model, place, keep_alive_s))["job_id"])
 
-    status = _follow(run(start(), url), model, url, as_json=as_json)
+    job = run(start(), url)
+    error_console.print(f"job {job}", style="dim", highlight=False)
+    status = _follow(job, model, url, as_json=as_json)
     if as_json:
         print(json.dumps(status))
     else:
@@ -51,7 +55,7 @@ def deploy(
 
 
 def watch(
-    job: Annotated[str, typer.Argument(help="The id of an import, as deploy told it.")],
+    job: Annotated[str, typer.Argument(help="The id of an import, as deploy told it; models --json has it too.")],
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
@@ -61,7 +65,7 @@ def watch(
 
 
 def cancel(
-    job: Annotated[str, typer.Argument(help="The id of an import, as deploy told it.")],
+    job: Annotated[str, typer.Argument(help="The id of an import, as deploy told it; models --json has it too.")],
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:

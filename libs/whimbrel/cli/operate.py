@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
@@ -125,12 +124,13 @@ def _survey(
     async def work() -> list[JsonObject | ApiError]:
         async with AdminClient(url) as client:
             places = [server] if server is not None else await _server_ids(client)
-            answers = await asyncio.gather(*(ask(client, place) for place in places), return_exceptions=True)
-        found: list[JsonObject | ApiError] = []
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, ApiError):
-                raise answer
-            found.append(answer)
+            found: list[JsonObject | ApiError] = []
+            # One after the other: servers may share a disk, and a measurement should not disturb another.
+            for place in places:
+                try:
+                    found.append(await ask(client, place))
+                except ApiError as error:
+                    found.append(error)
         return found
 
     found = run(work(), url)
@@ -149,7 +149,8 @@ def _survey(
 
 
 async def _server_ids(client: AdminClient) -> list[str]:
-    return [server["server_id"] for server in (await client.cluster())["servers"] if server["is_alive"]]
+    """Lost ones too: who asks about all servers wants to hear that one is lost."""
+    return [server["server_id"] for server in (await client.cluster())["servers"]]
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,11 @@ JOB_POLL_S = 0.2
 ADMIN_S_MAX = 15.0
 # A measurement reads some hundred MB and waits for a load to end; the router itself gives up a little earlier.
 MEASURE_S_MAX = 130.0
+
+# A service that is started again is back in seconds.
+AWAY_S_MAX = 30.0
+AWAY_POLL_S = 0.5
+SERVICE_UNAVAILABLE = 503
 
 JsonObject = dict[str, Any]
 
@@ -77,9 +82,12 @@ class AdminClient:
         return await self._call("DELETE", f"/admin/jobs/{quote(job_id, safe='')}")
 
     async def follow_job(self, job_id: str) -> AsyncIterator[JsonObject]:
-        """The job's status again and again until it has ended; raises ApiError when it ended badly."""
+        """The job's status again and again until it has ended; raises ApiError when it ended badly.
+
+        Routers and schedulers may be restarted meanwhile: only who stays away for AWAY_S_MAX is given up.
+        """
         while True:
-            status = await self.job(job_id)
+            status = await self._patiently(lambda: self.job(job_id))
             yield status
             if status["stage"] == "failed":
                 error = status.get("error") or {}
@@ -87,6 +95,17 @@ class AdminClient:
             if status["stage"] == "finished":
                 return
             await asyncio.sleep(JOB_POLL_S)
+
+    async def _patiently(self, ask: Callable[[], Awaitable[JsonObject]]) -> JsonObject:
+        deadline_s = time.monotonic() + AWAY_S_MAX
+        while True:
+            try:
+                return await ask()
+            except (httpx.TransportError, ApiError) as error:
+                is_away = not isinstance(error, ApiError) or error.status == SERVICE_UNAVAILABLE
+                if not is_away or time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(AWAY_POLL_S)
 
     async def deploy_and_wait(self, model_id: str, source: str, keep_alive_s: float | None = None) -> JsonObject:
         """Deploy and return the job's last status."""

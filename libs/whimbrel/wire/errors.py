@@ -102,7 +102,7 @@ class ModelTooLarge(WhimbrelError):
     code = "model_too_large"
     text = (
         "model {model_id!r} needs {need_bytes} bytes and the largest server has room for {capacity_bytes}; add a "
-        "bigger server or raise its memory budget"
+        "bigger server, or raise its budgets (WB_POOL_BYTES for memory, WB_SSD_BYTES for its disk)"
     )
     model_id: str
     need_bytes: int

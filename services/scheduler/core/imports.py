@@ -52,6 +52,12 @@ def on_deploy_model(step: Step, message: DeployModel, reply_to: str | None) -> N
         raise Conflict(
             reason=f"the import {job.job_id} of {message.model_id!r} is being cancelled; deploy it when it ended"
         )
+    if job is not None and job.record.source != message.source:
+        other = redacted(job.record.source)
+        raise Conflict(
+            reason=f"an import of {message.model_id!r} from {other} is running; to take another source, cancel it "
+            f"first: whimbrel cancel {job.job_id}"
+        )
     if job is None:
         job = jobs.add(step, message)
         if model is None or not model.is_servable:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from whimbrel.wire.codec import error_reply
-from whimbrel.wire.errors import ImportFailed
+from whimbrel.wire.codec import error_of, error_reply
+from whimbrel.wire.errors import Conflict, ImportFailed
 from whimbrel.wire.events import ModelDeleted, ModelDeployed, ModelImportFailed, ModelImportStarted
 from whimbrel.wire.messages import (
     Ack,
@@ -118,8 +118,19 @@ def test_an_imported_model_can_be_served() -> None:
 def test_deploying_while_it_is_imported_is_the_same_import() -> None:
     cluster = a_cluster()
     first = deploy(cluster)
-    second = deploy(cluster, source="/elsewhere")
+    second = deploy(cluster)
     assert first.job_id == second.job_id
+    assert len(cluster.said_to_all(ImportModel)) == 1
+
+
+def test_deploying_from_another_source_while_it_is_imported_is_a_conflict_that_says_what_to_do() -> None:
+    cluster = a_cluster()
+    first = deploy(cluster)
+    answer = ask(cluster, DeployModel(model_id="m", source="https://user:secret@elsewhere/m/"))
+    assert isinstance(answer, ErrorReply)
+    error = error_of(answer)
+    assert isinstance(error, Conflict)
+    assert f"whimbrel cancel {first.job_id}" in error.reason
     assert len(cluster.said_to_all(ImportModel)) == 1
 
 

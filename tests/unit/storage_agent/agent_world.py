@@ -280,7 +280,7 @@ class World:
         self.ended[outcome] = self.ended.get(outcome, 0) + 1
         if error is None:
             return
-        if isinstance(error, Unavailable) and error.what.startswith("SSD space"):
+        if isinstance(error, Unavailable) and (error.what.startswith("SSD space") or "it is pinned by" in error.what):
             return  # everything is in use or pinned: it can be tried again
         allowed = EXCUSES.get(type(error), set())
         assert allowed & flight.excuses, f"{flight.command} ended by {error!r}; there was only {flight.excuses}"

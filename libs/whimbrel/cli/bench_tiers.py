@@ -21,10 +21,18 @@ from typing import Any
 
 from rich.console import Console
 
-from whimbrel.cli.bench_coldstart import LARGE, QUESTIONS, SMALL, TINY, drop_from_page_cache
+from whimbrel.cli.bench_coldstart import (
+    LARGE,
+    QUESTIONS,
+    SMALL,
+    TINY,
+    drop_from_page_cache,
+    evict,
+    require_models,
+)
 from whimbrel.cli.cluster import ClusterOptions, LocalCluster
 from whimbrel.cli.measure import result
-from whimbrel.client import AdminClient, ApiError, events
+from whimbrel.client import AdminClient, events
 from whimbrel.wire.events import LoadSucceeded, ModelPrefetched, ModelPrefetchFailed, PublicEvent
 
 MIB = 1024 * 1024
@@ -34,7 +42,6 @@ LOADS_TO_LEARN = 10
 GOOD_SHARE, GOOD_S = 0.15, 0.04
 BIG = "qwen1.5b"
 WAIT_S_MAX = 120.0
-POLL_S = 0.05
 TARGETS = {
     "tiers.estimate_error.p90_share": GOOD_SHARE,
     "tiers.estimate_error.p90_s": GOOD_S,
@@ -45,11 +52,7 @@ TARGETS = {
 
 async def measure(directory: Path, models: Path, rounds: int, console: Console) -> list[dict[str, Any]]:
     """The results of `rounds` rounds of each part. Raises FileNotFoundError when the demo models are not there."""
-    for name in (SMALL, LARGE, TINY):
-        if not (models / name / "config.json").exists():
-            raise FileNotFoundError(
-                f"{models / name} is missing; make it with: python tools/demo_models.py --out {models}"
-            )
+    require_models(models)
     rows = await _measure_estimates(directory / "estimates", models, rounds, console)
     rows += await _measure_overlap(directory / "overlap", models, rounds, console)
     return rows + await _measure_dram(directory / "dram", models, rounds, console)
@@ -69,7 +72,7 @@ async def _measure_estimates(directory: Path, models: Path, rounds: int, console
             learned = LOADS_TO_LEARN // 2 + 1
             for number in range(learned + rounds):
                 for name in (SMALL, LARGE):
-                    await _evict(client, name, "dram")
+                    await evict(client, name, "dram")
                 drop_from_page_cache(directory / "servers")
                 await asyncio.gather(*(client.ask(name, "hello", max_tokens=1) for name in (LARGE, SMALL)))
                 loads = [await _next(happened, LoadSucceeded) for _ in range(2)]
@@ -105,14 +108,14 @@ async def _measure_overlap(directory: Path, models: Path, rounds: int, console: 
         await client.ask(LARGE, "hello", max_tokens=1)
         async with _happening(cluster.nats.url) as happened:
             for number in range(rounds):
-                await _evict(client, LARGE, "ssd")
+                await evict(client, LARGE, "ssd")
                 drop_from_page_cache(directory / "repository")
                 started_s = time.perf_counter()
                 await client.prefetch("s0", LARGE, "ssd")
                 prefetched = await _next(happened, ModelPrefetched, ModelPrefetchFailed)
                 assert isinstance(prefetched, ModelPrefetched), prefetched
                 alone_s.append(time.perf_counter() - started_s)
-                await _evict(client, LARGE, "ssd")
+                await evict(client, LARGE, "ssd")
                 drop_from_page_cache(directory / "repository")
                 await client.ask(LARGE, "hello", max_tokens=1)
                 load = await _next(happened, LoadSucceeded)
@@ -193,19 +196,6 @@ def private_bytes(pid: int | None) -> int:
 
 
 # --- asking and hearing ---
-
-
-async def _evict(client: AdminClient, model: str, tier: str) -> None:
-    """Take a model out of a tier; its instance may need a moment to go first."""
-    deadline_s = time.monotonic() + WAIT_S_MAX
-    while True:
-        try:
-            await client.evict("s0", model, tier)
-            return
-        except ApiError as error:
-            if error.code != "conflict" or time.monotonic() > deadline_s:
-                raise
-            await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager

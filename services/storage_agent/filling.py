@@ -15,8 +15,6 @@ import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from enum import StrEnum
 
 import ckptio
 import structlog
@@ -24,13 +22,15 @@ from whimbrel.wire.errors import Unavailable
 from whimbrel.wire.messages import Tier, WaitStage
 
 from services.storage_agent.core.chunks import CheckpointKey, ChunkId
-from services.storage_agent.core.path import Begin, Crossed, Fetch, Move, Read, next_move, source_tier
+from services.storage_agent.core.path import Begin, Fetch, Move, Read, next_move, source_tier
 from services.storage_agent.core.residency import DramCopy, SsdCopy
+from services.storage_agent.crossings import Crossings
 from services.storage_agent.failures import explain, forget_frames
 from services.storage_agent.fetch import Source
 from services.storage_agent.fetching import Fetching
 from services.storage_agent.paths import Paths
 from services.storage_agent.ssd_reads import SsdReads
+from services.storage_agent.steps import Step, Steps
 from services.storage_agent.storing import Storing
 from services.storage_agent.tiers import Tiers
 
@@ -47,15 +47,6 @@ DAMAGE = (
     ckptio.UnsupportedFormat,
     FileNotFoundError,
 )
-
-
-class Step(StrEnum):
-    """How far a filling is. Each is reached once; PLACED only on the way to DRAM."""
-
-    STARTED = "started"  # its turn came
-    PLACED = "placed"  # every chunk has a place in the pool
-    READY = "ready"  # the tier that was wanted has every byte
-    STORED = "stored"  # and the SSD what it gets of it
 
 
 class Filling:
@@ -77,7 +68,8 @@ class Filling:
         self.key = key
         self.wanted = wanted
         self.copy: DramCopy | None = None
-        self.crossed: dict[Tier, Crossed] = {}
+        self.crossings = Crossings(clock)
+        self.steps = Steps()
         self.stage = WaitStage.QUEUED
         self.waited_s = 0.0  # for turns after the first
         self._tiers = tiers
@@ -86,10 +78,11 @@ class Filling:
         self._reads = reads
         self._server_id = server_id
         self._stall_s_max = stall_s_max
-        self._fetching = Fetching(tiers, source, on_bytes=self._on_bytes, arrived=self._arrived, stored=self._cross)
+        self._fetching = Fetching(
+            tiers, source, on_bytes=self._on_bytes, arrived=self._arrived, stored=self.crossings.add
+        )
         self._clock = clock
         self._holder = f"filling of {key.model_id} at {id(self):x}"
-        self._steps = {step: asyncio.get_running_loop().create_future() for step in Step}
         self._waiters: set[str] = set()
         self._listeners: list[Callable[[ChunkId], None]] = []
         self._started_s: float | None = None
@@ -98,11 +91,7 @@ class Filling:
         self._there_before_bytes: int | None = None
         self._has_rejected = False
         self._needs_room = False
-        self._crossing = Crossed()
-        self._crossing_since_s = 0.0
         self.source_tier = source_tier(tiers.residency.find(key), tiers.residency.ssd(key))
-        for future in self._steps.values():
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     # --- for those who wait ---
 
@@ -120,13 +109,6 @@ class Filling:
         if self.copy is not None:
             self._tiers.let_go(self.copy.copy_id, holder)
         return not self._waiters
-
-    async def until(self, step: Step) -> None:
-        """Raises what ended the filling instead."""
-        await asyncio.shield(self._steps[step])
-
-    def has(self, step: Step) -> bool:
-        return self._steps[step].done()
 
     def listen(self, listener: Callable[[ChunkId], None]) -> None:
         """Be told of each chunk as it becomes ready in DRAM; what is ready by now is in the copy."""
@@ -147,10 +129,6 @@ class Filling:
         known = self.copy or self._tiers.residency.ssd(self.key)
         return 0 if known is None else known.layout.size_bytes - (self._there_before_bytes or 0)
 
-    def crossed_now(self) -> dict[Tier, Crossed]:
-        """What has crossed each tier so far."""
-        return {tier: replace(crossed) for tier, crossed in self.crossed.items()}
-
     def _there_bytes(self) -> int:
         ssd = self._tiers.residency.ssd(self.key)
         if self.copy is not None:
@@ -160,14 +138,14 @@ class Filling:
     @property
     def is_waiting(self) -> bool:
         """Whether bytes are still to come and it is the turn of others."""
-        return self._moved_s is None and not self.has(Step.READY)
+        return self._moved_s is None and not self.steps.has(Step.READY)
 
     def running_s(self, now: float) -> float:
         return 0.0 if self._started_s is None else max(0.0, now - self._started_s - self.waited_s)
 
     def give_up(self) -> None:
         """It was cancelled: whoever still waits hears so."""
-        self._end(Unavailable(what=f"the load of {self.key.model_id} (it was cancelled)"))
+        self.steps.fail(Unavailable(what=f"the load of {self.key.model_id} (it was cancelled)"))
 
     # --- the whole of it ---
 
@@ -181,7 +159,7 @@ class Filling:
                 watch.cancel()
         except ExceptionGroup as failures:
             forget_frames(failures)
-            self._end(explain(failures, model_id=self.key.model_id, server_id=self._server_id))
+            self.steps.fail(explain(failures, model_id=self.key.model_id, server_id=self._server_id))
         finally:
             if self.copy is not None:
                 self._tiers.let_go(self.copy.copy_id, self._holder)
@@ -194,7 +172,7 @@ class Filling:
             async with self._paths.turn(tier):
                 if self._started_s is not None:
                     self.waited_s += self._clock() - waiting_since_s
-                self._reach(Step.STARTED)
+                self._start()
                 # What there is may have changed while others had their turn.
                 while (move := self._next_move()) is not None and tier is (
                     Tier.SSD if isinstance(move, Read) else Tier.REMOTE
@@ -204,11 +182,10 @@ class Filling:
                         break
             if self._needs_room:
                 await self._wait_for_room()
-        self._reach(Step.STARTED)
+        self._start()
         if self.wanted is Tier.DRAM:
             await self._place()  # also when all was there: those who wait hold it from then on
-        for step in (Step.READY, Step.STORED):
-            self._reach(step)
+        self.steps.reach(Step.READY, Step.STORED)
 
     def _next_move(self) -> Move | None:
         residency = self._tiers.residency
@@ -253,7 +230,7 @@ class Filling:
                 self._needs_room = True
                 return
             chunks = [chunk for chunk in chunks if chunk not in copy.ready]
-            self._begin_crossing(Tier.SSD)
+            self.crossings.begin(Tier.SSD)
             await self._reads.read(checkpoint, copy, chunks, self._arrived)
         except DAMAGE as damage:
             await self._answer_damage(damage)
@@ -287,7 +264,7 @@ class Filling:
                 move = self._next_move()
                 if isinstance(move, Fetch):
                     places = {} if resident is None else resident.places
-                    self._begin_crossing(Tier.REMOTE)
+                    self.crossings.begin(Tier.REMOTE)
                     await self._fetching.run(checkpoint.index, ssd, copy, places, move, storing)
         finally:
             await storing.close()
@@ -336,7 +313,7 @@ class Filling:
             self._there_before_bytes = self.copy.ready_bytes
             for holder in self._waiters:
                 self._tiers.hold(self.copy, holder)
-            self._reach(Step.PLACED)
+            self.steps.reach(Step.PLACED)
         return self.copy
 
     def _on_moved(self) -> None:
@@ -352,29 +329,19 @@ class Filling:
         self._moved_s = self._clock()
         size_bytes = sum(copy.layout.bytes_of(chunk) for chunk in chunks)
         self._under_way_bytes = max(0, self._under_way_bytes - size_bytes)
-        self._cross(size_bytes)
+        self.crossings.add(size_bytes)
         for chunk in chunks:
             self._tiers.residency.arrive(copy.copy_id, chunk)
             for listener in self._listeners:
                 listener(chunk)
         if copy.is_whole:
             # What is left is the SSD's part, for which nobody needs to wait.
-            self._reach(Step.READY)
+            self.steps.reach(Step.READY)
 
-    def _reach(self, step: Step) -> None:
-        if step is Step.STARTED and self._started_s is None:
+    def _start(self) -> None:
+        if self._started_s is None:
             self._started_s = self._clock()
-        if not self._steps[step].done():
-            self._steps[step].set_result(None)
-
-    def _begin_crossing(self, tier: Tier) -> None:
-        self._crossing = self.crossed.setdefault(tier, Crossed())
-        self._crossing_since_s = self._clock() - self._crossing.seconds
-
-    def _cross(self, size_bytes: int) -> None:
-        """Noted with each chunk, so that whoever is woken by the last one can report it."""
-        self._crossing.size_bytes += size_bytes
-        self._crossing.seconds = self._clock() - self._crossing_since_s
+        self.steps.reach(Step.STARTED)
 
     async def _watch(self) -> None:
         """A load has a progress limit, never a wall-clock one."""
@@ -384,8 +351,3 @@ class Filling:
             if self._moved_s is not None and self._clock() - self._moved_s >= self._stall_s_max:
                 what = f"{self.source_tier} tier of {self.key.model_id} (no byte came for {self._stall_s_max:g} s)"
                 raise Unavailable(what=what)
-
-    def _end(self, error: Exception) -> None:
-        for future in self._steps.values():
-            if not future.done():
-                future.set_exception(error)

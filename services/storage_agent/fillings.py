@@ -9,7 +9,8 @@ from typing import Any
 from whimbrel.wire.messages import Tier
 
 from services.storage_agent.core.chunks import CheckpointKey
-from services.storage_agent.filling import Filling, Step
+from services.storage_agent.filling import Filling
+from services.storage_agent.steps import Step
 
 
 class Fillings:
@@ -30,7 +31,11 @@ class Fillings:
         """The filling of a checkpoint, begun now where there is none that can still help: whoever asks for DRAM after
         one is ready saw that its bytes are gone again."""
         known = self._running.get(key)
-        if known is not None and not known[1].cancelling() and not (wanted is Tier.DRAM and known[0].has(Step.READY)):
+        if (
+            known is not None
+            and not known[1].cancelling()
+            and not (wanted is Tier.DRAM and known[0].steps.has(Step.READY))
+        ):
             filling = known[0]
         else:
             filling = self._make(key, wanted)
@@ -45,7 +50,7 @@ class Fillings:
         """Nobody waits for what only the SSD still gets: that goes on. Anything else stops with its last waiter."""
         is_alone = filling.leave(holder)
         running = self._running.get(filling.key)
-        if is_alone and running is not None and running[0] is filling and not filling.has(Step.READY):
+        if is_alone and running is not None and running[0] is filling and not filling.steps.has(Step.READY):
             _cancel([running[1]])
 
     def find(self, key: CheckpointKey) -> Filling | None:

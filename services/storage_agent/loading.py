@@ -31,13 +31,14 @@ from services.storage_agent.core.path import Crossed, reports, since
 from services.storage_agent.core.residency import DramCopy
 from services.storage_agent.core.tasks import LoadTask, TaskEvent
 from services.storage_agent.failures import explain
-from services.storage_agent.filling import Filling, Step
+from services.storage_agent.filling import Filling
 from services.storage_agent.fillings import Fillings
 from services.storage_agent.gpu_copies import GpuCopies
 from services.storage_agent.outcomes import load_ended
 from services.storage_agent.paths import Paths
 from services.storage_agent.progress import tell_changes
 from services.storage_agent.slots import Slots
+from services.storage_agent.steps import Step
 from services.storage_agent.tiers import Tiers
 from services.storage_agent.workers import Workers
 
@@ -162,10 +163,10 @@ class Loading:
             self._start(task)
         else:
             run.filling = self._fillings.join(task.key, Tier.DRAM, run.holder)
-            run.before = run.filling.crossed_now()
-            await run.filling.until(Step.STARTED)
+            run.before = run.filling.crossings.so_far()
+            await run.filling.steps.until(Step.STARTED)
             self._start(task)
-            await run.filling.until(Step.PLACED)
+            await run.filling.steps.until(Step.PLACED)
             copy = run.filling.copy
             assert copy is not None, "that is what PLACED means"
         run.copy = copy
@@ -185,7 +186,7 @@ class Loading:
         async with asyncio.TaskGroup() as group:
             attached = group.create_task(self._attach(run, copy, devices))
             if filling is not None:
-                group.create_task(filling.until(Step.READY))
+                group.create_task(filling.steps.until(Step.READY))
             handles = await attached
             if devices[0] != CPU:
                 await self._copy_to_gpus(run, copy, devices, handles)
@@ -202,7 +203,7 @@ class Loading:
         with self._tiers.lending.sharing(run.task.instance_id):
             async with self._copies.copying(checkpoint.index, copy, run.filling, devices, handles) as copier:
                 if run.filling is not None:
-                    await run.filling.until(Step.READY)
+                    await run.filling.steps.until(Step.READY)
                 report = await self._copies.finish(copier)
         run.copied = Crossed(size_bytes=report.size_bytes, seconds=report.seconds)
         self._tiers.lending.copied(run.task.instance_id)
@@ -273,7 +274,7 @@ class Loading:
 
     def _finished(self, run: LoadRun, total_s: float) -> LoadFinished:
         task = run.task
-        crossed = {} if run.filling is None else since(run.before, run.filling.crossed)
+        crossed = {} if run.filling is None else since(run.before, run.filling.crossings.so_far())
         if run.copied is not None:
             crossed[Tier.DRAM] = run.copied
         told = reports(crossed)

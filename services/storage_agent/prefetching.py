@@ -16,8 +16,9 @@ from whimbrel.wire.messages import LoadSummary, PrefetchEnded, PrefetchModel, Ti
 from services.storage_agent.core.chunks import CheckpointKey
 from services.storage_agent.core.path import Crossed, reports, since
 from services.storage_agent.core.residency import PINNABLE
-from services.storage_agent.filling import Filling, Step
+from services.storage_agent.filling import Filling
 from services.storage_agent.fillings import Fillings
+from services.storage_agent.steps import Step
 from services.storage_agent.summaries import summarise
 from services.storage_agent.tiers import Tiers
 
@@ -63,7 +64,7 @@ class Prefetching:
         key = CheckpointKey(model_id=command.model_id, checkpoint_digest=command.checkpoint_digest)
         self._tiers.ssd.confirm(key)
         filling = self._fillings.join(key, command.tier, command.task_id)
-        work = self._run(command, filling, filling.crossed_now(), unpins=is_new_pin)
+        work = self._run(command, filling, filling.crossings.so_far(), unpins=is_new_pin)
         task = self._group.create_task(work)
         self._commands[command.task_id] = (command, filling, task)
 
@@ -86,7 +87,7 @@ class Prefetching:
     ) -> None:
         error: WhimbrelError | None = None
         try:
-            await filling.until(Step.STORED if command.tier is Tier.SSD else Step.READY)
+            await filling.steps.until(Step.STORED if command.tier is Tier.SSD else Step.READY)
         except asyncio.CancelledError:
             error = Cancelled(what=f"prefetch {command.task_id}")
         except WhimbrelError as failure:
@@ -103,7 +104,7 @@ class Prefetching:
             model_id=command.model_id,
             server_id=self._server_id,
             source_tier=filling.source_tier,
-            reports=reports(since(before, filling.crossed)),
+            reports=reports(since(before, filling.crossings.so_far())),
             error=None if error is None else error_reply(error),
         )
         try:
@@ -118,6 +119,6 @@ class Prefetching:
             instance_id="",
             model_id=command.model_id,
             size_bytes=filling.total_bytes,
-            running_s=filling.running_s(self._clock()) if filling.has(Step.STARTED) else None,
+            running_s=filling.running_s(self._clock()) if filling.steps.has(Step.STARTED) else None,
             probe_bytes_per_s=self._tiers.probe.bandwidth_bytes_per_s,
         )

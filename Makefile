@@ -29,7 +29,7 @@ down: $(STAMP)
 	$(BIN)/whimbrel down --dir $(DIR)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,7 +11,6 @@ that turns out to be bad on the SSD is fetched again alone.
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,12 +38,14 @@ log = structlog.get_logger()
 # An instance that was told to unload lets go in less than this.
 ROOM_SOON_S = 1.0
 
-# What says that an SSD copy is no good, rather than that something is away.
+# What says that an SSD copy, or a chunk of it, is no good; any other error is this server's trouble, and the copy is
+# as good as before.
 DAMAGE = (
     ckptio.CorruptCheckpoint,
     ckptio.TruncatedCheckpoint,
     ckptio.MissingFile,
     ckptio.UnsupportedFormat,
+    ckptio.ReadFailed,
     FileNotFoundError,
 )
 
@@ -234,10 +235,6 @@ class Filling:
             await self._reads.read(checkpoint, copy, chunks, self._arrived)
         except DAMAGE as damage:
             await self._answer_damage(damage)
-        except ckptio.ReadFailed as failure:
-            if failure.errno != errno.EIO:
-                raise  # this server's trouble: the copy is as good as before
-            await self._answer_damage(failure)
 
     async def _answer_damage(self, damage: Exception) -> None:
         chunk = self._reads.damaged_chunk(damage)

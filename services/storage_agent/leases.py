@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from whimbrel.wire.codec import pack_tokens, unpack_tokens
-from whimbrel.wire.errors import ProtocolError
+from whimbrel.wire.errors import ProtocolError, Unavailable
 from whimbrel.wire.ids import check_service_id
 
 # `<pool file>.lease.<instance>`: one directory holds them all, as /dev/shm does.
@@ -68,10 +68,16 @@ class LeaseFiles:
 
     @contextmanager
     def shared(self, instance_id: str) -> Iterator[None]:
-        """We use memory that the worker allocated: it frees none of it while we hold the lease as well."""
+        """We use memory that the worker allocated: it frees none of it while we hold the lease as well.
+
+        Raises Unavailable when the worker is freeing it already.
+        """
         descriptor = os.open(self._path_of(instance_id), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise Unavailable(what=f"instance {instance_id}, whose worker is giving it up,") from error
             yield
         finally:
             os.close(descriptor)

@@ -116,6 +116,25 @@ def test_a_gap_is_closed_by_asking_for_everything() -> None:
     ]
 
 
+def test_what_follows_news_that_were_refused_changes_what_placement_sees() -> None:
+    """The version is the same: that of the refused news was never heard."""
+    cluster = a_cluster("a")
+    epoch = cluster.agents["s0"].epoch
+    assert cluster.controller is not None
+
+    def seen() -> set[str]:
+        assert cluster.controller is not None
+        (view,) = cluster.controller.cluster.snapshot(cluster.now).servers
+        return {model_id for model_id, _ in view.residency}
+
+    cluster.deliver(Arrived(message=a_heartbeat(a_model("x"), version=1, epoch=epoch)))
+    assert seen() == {"x"}
+    cluster.deliver(Arrived(message=a_heartbeat(a_model("z"), version=50, base=40, epoch=epoch)))
+    assert seen() == {"x"}, "the news that were refused"
+    cluster.deliver(Arrived(message=a_heartbeat(a_model("y"), version=50, epoch=epoch)))
+    assert seen() == {"y"}
+
+
 def test_a_task_that_runs_beside_others_is_watched_for_progress_and_one_that_waits_is_not() -> None:
     cluster = a_cluster("a", "b", slots=2, settings=Settings(load_stall_s=20.0))
     agent = cluster.kill_agent("s0")

@@ -43,7 +43,7 @@ class TruncatedCheckpoint(CkptioError):
 
 
 class ReadFailed(OSError):
-    """The system could not read `path` at `offset_bytes`, in its chunk `chunk_index`; `errno` says why."""
+    """The device gave up on `path` at `offset_bytes`, in its chunk `chunk_index` (EIO)."""
 
     def __init__(self, path: PathLike, code: int, *, offset_bytes: int, chunk_index: int) -> None:
         super().__init__(code, f"{os.strerror(code)} (at offset {offset_bytes})", os.fspath(path))

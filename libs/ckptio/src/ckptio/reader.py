@@ -323,4 +323,6 @@ def _raise_for(
         case "truncated":
             raise TruncatedCheckpoint(path, expected_bytes=ends[order.file], actual_bytes=offset_bytes)
         case _:
-            raise ReadFailed(path, code, offset_bytes=offset_bytes, chunk_index=order.chunk_index)
+            if code == errno.EIO:
+                raise ReadFailed(path, code, offset_bytes=offset_bytes, chunk_index=order.chunk_index)
+            raise OSError(code, f"{os.strerror(code)} (at offset {offset_bytes})", os.fspath(path))

@@ -79,9 +79,7 @@ class Filling:
         self._reads = reads
         self._server_id = server_id
         self._stall_s_max = stall_s_max
-        self._fetching = Fetching(
-            tiers, source, on_bytes=self._on_bytes, arrived=self._arrived, stored=self.crossings.add
-        )
+        self._fetching = Fetching(tiers, source, on_bytes=self._on_bytes, arrived=self._arrived, stored=self._stored)
         self._clock = clock
         self._holder = f"filling of {key.model_id} at {id(self):x}"
         self._waiters: set[str] = set()
@@ -296,8 +294,10 @@ class Filling:
     async def _wait_for_room(self) -> None:
         """Without a turn; the next one comes when there is room. A damaged copy is answered, and planned anew."""
         self._needs_room = False
+        waiting_since_s = self._clock()
         try:
             await self._place()
+            self.waited_s += self._clock() - waiting_since_s
         except DAMAGE as damage:
             await self._answer_damage(damage)
 
@@ -319,6 +319,12 @@ class Filling:
     def _on_bytes(self, size_bytes: int) -> None:
         self._on_moved()
         self._under_way_bytes += size_bytes
+
+    def _stored(self, size_bytes: int) -> None:
+        """A chunk went to the SSD alone. On the way to DRAM it stays under way: it has to be read from there yet."""
+        self.crossings.add(size_bytes)
+        if self.wanted is Tier.SSD:
+            self._under_way_bytes = max(0, self._under_way_bytes - size_bytes)
 
     def _arrived(self, chunks: Sequence[ChunkId]) -> None:
         copy = self.copy

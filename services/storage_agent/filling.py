@@ -214,6 +214,7 @@ class Filling:
         finally:
             if ssd is not None:
                 ssd.users.discard(self._holder)
+            self.crossings.end()
             self._moved_s = None
             self._under_way_bytes = 0
 
@@ -339,6 +340,7 @@ class Filling:
                 listener(chunk)
         if copy.is_whole:
             # What is left is the SSD's part, for which nobody needs to wait.
+            self.crossings.end()
             self.steps.reach(Step.READY)
 
     def _start(self) -> None:

@@ -343,10 +343,13 @@ async def test_a_load_that_fits_goes_ahead_of_one_that_waits_for_room(
     digests = models(home, ["stays", "waits"], size_bytes=14 * CHUNK_BYTES)
     small = publish(a_config(home), "small", seed=7)
     async with an_agent(a_config(home, pool_bytes=24 * CHUNK_BYTES)) as agent:
+        await only_on_the_ssd(agent, "waits", digests["waits"])
         stays = await agent.load("stays", digests["stays"])
         waits = await begin(agent, "waits", digests["waits"], Tier.DRAM)
+        work = filling_of(agent, "waits", digests["waits"])
+        await until(lambda: work.steps.has(Step.STARTED) and work.is_waiting)
         await prefetch(agent, "small", small, Tier.DRAM)
-        assert not filling_of(agent, "waits", digests["waits"]).steps.has(Step.PLACED)
+        assert not work.steps.has(Step.PLACED)
         await agent.peer.unload(stays.instance_id)
         assert (await end_of(agent, waits)).error is None
 
@@ -440,6 +443,7 @@ async def test_a_load_that_joins_late_reports_what_crossed_since_and_tells_the_s
         first = await agent.start_load("m", digest)
         gate.open_gate(8)
         await agent.heartbeat_with(lambda beat: any(m.dram_bytes == 8 * CHUNK_BYTES for m in beat.resident))
+        joined_s = time.monotonic()
         late = await agent.start_load("m", digest, slot=1)
         await agent.heartbeat_with(lambda beat: late.task_id in beat.running)
         one, other = (await ask(agent, GetLoads(), GetLoadsReply)).loads
@@ -455,6 +459,7 @@ async def test_a_load_that_joins_late_reports_what_crossed_since_and_tells_the_s
         assert isinstance(end, LoadFinished)
         assert tiers_of(end) == [Tier.REMOTE]
         assert end.reports[0].size_bytes == total_bytes(agent, "m") - 8 * CHUNK_BYTES
+        assert end.reports[0].seconds <= time.monotonic() - joined_s, "what went by before is not its time"
         assert isinstance(await agent.end_of(first), LoadFinished)
         late_peer.close()
         await late_peer.bus.drain()

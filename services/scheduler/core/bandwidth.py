@@ -1,10 +1,10 @@
 """Owns what is learned of a server's tiers from its loads: seconds per byte, their variance, and fixed overhead (E6).
 
-Theory of operation. The last few observations of a tier are kept. Their median says what is normal now; observations
-within a factor of two of it are averaged, newer ones weighing more; the others are outliers and are not heard. So one
-slow load among many changes nothing (E7: one in 119 did, by far), while a tier that really became slower is believed
-as soon as most of the window says so: after four loads. The overhead of a load is what its bytes do not explain
-(skeleton, attaching, messages), kept per tier that loads start from.
+Theory of operation. The last few observations of a tier are kept, and their median is the estimate. Loads of one tier
+scatter by a tenth or two around what is normal, without memory of each other, so newer ones know no better than older
+ones; and one slow load among many changes nothing (E7: one in 119 was slow, by far). A tier that really became slower is
+believed as soon as most of the window says so: after five loads. The overhead of a load is what its bytes do not
+explain (skeleton, attaching, messages), kept per tier that loads start from.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import msgspec
 from whimbrel.wire.messages import Tier
 from whimbrel.wire.records import BandwidthRecord
 
-# Odd, so that the median is an observation; four of seven relearn a tier, and three outliers in a row are ignored.
-OBSERVATIONS_KEPT = 7
-# Loads of one tier on one machine stay well within this of each other, and a tier that changed does not.
+# Odd, so that the median is an observation; five of nine relearn a tier, and four outliers in a row are ignored.
+OBSERVATIONS_KEPT = 9
+# What is further away from the median than this is no scatter, and does not count as such.
 INLIER_FACTOR = 2.0
-# What an observation still weighs when the next one arrives: the last three carry about two thirds.
-WEIGHT_DECAY = 0.7
 
 # Priors, used until the first load is observed and marked as such. A repository over a 1 Gbit/s network and an NVMe
 # disk (an agent's own probe goes before), and PCIe 3 x16. A warm worker binds a skeleton within the overhead.
@@ -70,15 +68,7 @@ def _appended(recent: tuple[float, ...], observation: float) -> tuple[float, ...
 
 
 def _settled(recent: tuple[float, ...]) -> tuple[float, float]:
-    """Weighted mean and variance of the observations that agree with the median; the lower median when even."""
+    """The median of the observations (the lower one when even), and the variance about it of those that agree."""
     median = sorted(recent)[(len(recent) - 1) // 2]
-    total = mean = square = 0.0
-    weight = 1.0
-    for observation in reversed(recent):
-        if median <= observation * INLIER_FACTOR and observation <= median * INLIER_FACTOR:
-            total += weight
-            mean += weight * observation
-            square += weight * observation * observation
-        weight *= WEIGHT_DECAY
-    mean /= total
-    return mean, max(0.0, square / total - mean * mean)
+    agreeing = [o for o in recent if median <= o * INLIER_FACTOR and o <= median * INLIER_FACTOR]
+    return median, sum((o - median) ** 2 for o in agreeing) / len(agreeing)

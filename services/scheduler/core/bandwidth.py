@@ -2,8 +2,8 @@
 
 Theory of operation. The last few observations of a tier are kept, and their median is the estimate. Loads of one tier
 scatter by a tenth or two around what is normal, without memory of each other, so newer ones know no better than older
-ones; and one slow load among many changes nothing (E7: one in 119 was slow, by far). A tier that really became slower is
-believed as soon as most of the window says so: after five loads. The overhead of a load is what its bytes do not
+ones; and one slow load among many changes nothing (E7: one in 119 was slow, by far). A tier that really became slower
+is believed as soon as most of the window says so: after five loads. The overhead of a load is what its bytes do not
 explain (skeleton, attaching, messages), kept per tier that loads start from.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import ckptio
 import structlog
@@ -51,6 +52,7 @@ class SsdTier:
         self._on_change = on_change
         self._clock = clock
         self._open = OpenCheckpoints()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._pins = asyncio.Lock()  # the last list written is the newest
 
     async def open(self) -> None:
@@ -95,11 +97,12 @@ class SsdTier:
         )
         copy.users.add(BEGINNING)
         try:
-            await self._threads.run(self._directory.begin, key, published.manifest, files)
+            async with self._turn(key.model_id):
+                await self._threads.run(self._directory.begin, key, published.manifest, files)
         except BaseException:
             # Also when it was cancelled: the thread has made the directory by now, and nobody would account for it.
             self._residency.remove_ssd(key)
-            await self._threads.run(self._directory.remove, key.model_id)
+            await self._remove_files(key.model_id)
             raise
         finally:
             copy.users.discard(BEGINNING)
@@ -120,9 +123,10 @@ class SsdTier:
     async def finish(self, copy: SsdCopy) -> None:
         """Nothing is missing any more; nothing happens when the copy was removed meanwhile."""
         assert copy.is_whole
-        if self._residency.ssd(copy.key) is copy:
-            await self._threads.run(self._directory.publish, copy.key.model_id)
-            self._on_change()
+        async with self._turn(copy.key.model_id):
+            if self._residency.ssd(copy.key) is copy:
+                await self._threads.run(self._directory.publish, copy.key.model_id)
+                self._on_change()
 
     async def checkpoint(self, key: CheckpointKey) -> Checkpoint:
         """The parsed small files of the SSD copy; raises ckptio's errors and OSError when they are no good."""
@@ -142,8 +146,10 @@ class SsdTier:
             return
         metrics.CHUNKS_REJECTED.inc()
         copy.missing.add(chunk)
-        stored = [each for each in copy.layout.chunks() if each not in copy.missing]
-        await self._threads.run(self._directory.demote, key.model_id, stored)
+        async with self._turn(key.model_id):
+            if self._residency.ssd(key) is copy:
+                stored = [each for each in copy.layout.chunks() if each not in copy.missing]
+                await self._threads.run(self._directory.demote, key.model_id, stored)
         self._on_change()
 
     async def reject(self, key: CheckpointKey) -> None:
@@ -151,7 +157,7 @@ class SsdTier:
         metrics.COPIES_REJECTED.inc()
         self._residency.remove_ssd(key)
         self._open.forget(key)
-        await self._threads.run(self._directory.remove, key.model_id)
+        await self._remove_files(key.model_id)
         self._on_change()
 
     def use(self, key: CheckpointKey) -> None:
@@ -164,7 +170,7 @@ class SsdTier:
     async def remove(self, key: CheckpointKey) -> None:
         """Take a copy away, and what DRAM holds of it."""
         self._forget(key)
-        await self._threads.run(self._directory.remove, key.model_id)
+        await self._remove_files(key.model_id)
 
     async def save_pins(self) -> None:
         """Note on the disk what is pinned now; raises Unavailable when that can't be: it holds until the agent ends."""
@@ -173,6 +179,16 @@ class SsdTier:
                 await self._threads.run(self._directory.write_pins, self._residency.pinned_in(Tier.SSD))
             except OSError as error:
                 raise Unavailable(what=f"the list of pins on the SSD ({error})") from error
+
+    async def _remove_files(self, model_id: str) -> None:
+        """In its turn, and not when another copy of the model has taken the place: that begins by clearing it."""
+        async with self._turn(model_id):
+            if not self._residency.ssd_copies(model_id):
+                await self._threads.run(self._directory.remove, model_id)
+
+    def _turn(self, model_id: str) -> asyncio.Lock:
+        """Directories go by model: what is done to one is done in the order in which it was decided."""
+        return self._turns.setdefault(model_id, asyncio.Lock())
 
     def _forget(self, key: CheckpointKey) -> None:
         self._open.forget(key)

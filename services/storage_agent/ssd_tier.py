@@ -172,6 +172,12 @@ class SsdTier:
         self._forget(key)
         await self._remove_files(key.model_id)
 
+    async def remove_model(self, model_id: str) -> None:
+        """Take every copy of a model away."""
+        for copy in self._residency.ssd_copies(model_id):
+            self._forget(copy.key)
+        await self._remove_files(model_id)
+
     async def save_pins(self) -> None:
         """Note on the disk what is pinned now; raises Unavailable when that can't be: it holds until the agent ends."""
         async with self._pins:

@@ -223,14 +223,17 @@ class Tiers:
         self._changed()
 
     async def remove_model(self, model_id: str, *, from_repository: bool) -> None:
-        """Remove every copy of a model; chunks that an instance maps follow when it lets go. Raises OSError."""
-        if self.residency.pinned(model_id):
-            self.residency.unpin(model_id)
-            await self.ssd.save_pins()
-        for ssd_copy in self.residency.ssd_copies(model_id):
-            await self.ssd.remove(ssd_copy.key)
+        """Remove every copy of a model; chunks that an instance maps follow when it lets go. Raises OSError.
+
+        All of the account goes at once: a load that comes from now on begins anew, and what it makes stays.
+        """
+        was_pinned = bool(self.residency.pinned(model_id))
+        self.residency.unpin(model_id)
         for copy in self.residency.dram_copies(model_id):
             self._free(self.residency.drop(copy.copy_id))
+        await self.ssd.remove_model(model_id)
+        if was_pinned:
+            await self.ssd.save_pins()
         if from_repository:
             await self.repository.remove_published(model_id)
         self._changed()

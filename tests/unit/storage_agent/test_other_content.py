@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import ckptio
 from whimbrel.chassis.bus import Received
 from whimbrel.wire.codec import error_of
 from whimbrel.wire.errors import Conflict
-from whimbrel.wire.messages import AttachInstance, LoadEnded
+from whimbrel.wire.messages import AttachInstance, LoadEnded, LoadFinished
 
 from services.gpu_worker.chunks import LentChunks
-from tests.unit.storage_agent.harness import PATIENCE_S, Peer, a_config, an_agent, publish
+from tests.unit.storage_agent.harness import CHUNK_BYTES, PATIENCE_S, Peer, a_config, an_agent, publish
 
 
 class SlowPeer(Peer):
@@ -58,3 +59,24 @@ async def test_a_load_whose_content_was_replaced_ends_with_a_conflict(home: Path
         for peer in peers:
             peer.close()
             await peer.bus.drain()
+
+
+async def test_a_load_that_comes_while_its_model_is_being_removed_keeps_what_it_makes(home: Path) -> None:
+    config = a_config(home)
+    digest = publish(config, "m", size_bytes=3 * CHUNK_BYTES)
+    async with an_agent(config) as agent:
+        first = await agent.load("m", digest)
+        await agent.peer.unload(first.instance_id)
+        await agent.heartbeat_with(lambda beat: beat.attached == ())
+        await agent.stored()
+        tiers = agent.service.tiers
+        async with tiers.ssd._turn("m"):  # the removal has decided, and has not touched the disk yet
+            removing = asyncio.create_task(tiers.remove_model("m", from_repository=False))
+            await asyncio.sleep(0)
+            assert not tiers.residency.ssd_copies("m"), "the account goes at once"
+            command = await agent.start_load("m", digest)
+            await agent.heartbeat_with(lambda beat: command.task_id in beat.running)
+        await removing
+        assert isinstance(await agent.end_of(command), LoadFinished)
+        await agent.stored()
+        ckptio.verify(agent.on_ssd("m"))

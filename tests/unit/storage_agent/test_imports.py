@@ -221,10 +221,10 @@ async def test_a_model_that_is_in_use_is_removed_when_its_instance_lets_go(home:
         await agent.remove("m")
         beat = await agent.heartbeat_with(lambda beat: beat.resident == ())
         assert beat.attached == (end.instance_id,)
-        assert not agent.on_ssd("m").exists()
         assert beat.pool_free_bytes < beat.pool_size_bytes
         await agent.peer.unload(end.instance_id)
         await agent.removed("m")
+        assert not agent.on_ssd("m").exists()
         await agent.heartbeat_with(lambda beat: beat.pool_free_bytes == beat.pool_size_bytes)
 
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from whimbrel.chassis.servers import NatsServer, RedisServer, ServerMissing
+from whimbrel.chassis.child_server import ChildServer, ServerMissing
+from whimbrel.chassis.servers import NatsServer, RedisServer
 
-S = TypeVar("S", NatsServer, RedisServer)
+from tests.support.cluster import ROOT
+from tests.support.object_store import ObjectStore
+from tests.support.web_server import WebServer
+
+S = TypeVar("S", bound=ChildServer)
+
+STANDIN = ROOT / "libs" / "ckptio" / "native_tests" / "cudart_standin.cpp"
 
 
 @contextmanager
@@ -54,6 +63,31 @@ def own_redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """For one test, which may kill and restart it."""
     with running(RedisServer(tmp_path / "redis")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    with running(ObjectStore(tmp_path_factory.mktemp("s3"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
+    root = tmp_path_factory.mktemp("root")
+    with running(WebServer(tmp_path_factory.mktemp("nginx"), root)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ckptio's CUDA runtime in host memory, built; a process loads it by ckptio.devices.RUNTIME_VARIABLE."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to build the stand-in runtime with")
+    library = tmp_path_factory.mktemp("standin") / "libcudart_standin.so"
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([compiler, *flags, os.fspath(STANDIN), "-o", os.fspath(library)], check=True)
+    return library
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import httpx
 import obstore
 import pytest
 from obstore.store import from_url
-from whimbrel.chassis.child_server import ServerMissing
 from whimbrel.wire.errors import Cancelled, ImportFailed
 from whimbrel.wire.messages import ImportEnded, ImportFinished, JobStage
 
@@ -28,17 +26,6 @@ from tests.unit.storage_agent.import_bench import ImportBench, import_jobs
 
 OPTIONS = RemoteOptions(stall_s=2.0, tries_max=4, pause_s=0.01, pause_s_max=0.05, part_size_bytes=5 * 1024 * 1024)
 PADDING_BYTES = 12_000_000
-
-
-@pytest.fixture(scope="module")
-def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    server = ObjectStore(tmp_path_factory.mktemp("s3"))
-    try:
-        asyncio.run(server.start())
-    except ServerMissing as missing:
-        pytest.skip(str(missing))
-    yield server
-    asyncio.run(server.stop())
 
 
 @dataclass

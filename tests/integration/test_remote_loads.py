@@ -21,13 +21,10 @@ from whimbrel.wire.messages import LoadEnded, LoadFinished, Tier, TierReport
 
 from services.storage_agent.remote_retries import RemoteOptions
 from services.storage_agent.repository import Repository
-from tests.integration.test_remote_repository import object_store, web_server
 from tests.support.faulty_proxy import FINE, Fault, FaultyProxy, random_faults
 from tests.support.object_store import BUCKET, ObjectStore
 from tests.support.web_server import WebServer
 from tests.unit.storage_agent.harness import Harness, a_config, an_agent, damage, publish
-
-__all__ = ["object_store", "web_server"]
 
 OPTIONS = RemoteOptions(stall_s=0.6, tries_max=3, pause_s=0.01, pause_s_max=0.05)
 PATIENT = RemoteOptions(stall_s=0.6, tries_max=12, pause_s=0.01, pause_s_max=0.05)

@@ -10,11 +10,10 @@ import asyncio
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import ckptio
 import httpx
@@ -22,7 +21,6 @@ import obstore
 import pytest
 from ckptio.manifest import MANIFEST_FILE
 from obstore.store import from_url
-from whimbrel.chassis.child_server import ChildServer, ServerMissing
 from whimbrel.wire.errors import LoadFailed, Unavailable
 
 from services.router.text_files import TEXT_FILES
@@ -44,33 +42,6 @@ START, SIZE = 12_345, 2_500_000
 # Answers have heads, of a few hundred bytes.
 HEAD_BYTES_MAX = 2_000
 PATIENCE_S = 20.0
-
-S = TypeVar("S", bound=ChildServer)
-
-
-@contextmanager
-def running(server: S) -> Iterator[S]:
-    try:
-        asyncio.run(server.start())
-    except ServerMissing as missing:
-        pytest.skip(str(missing))
-    try:
-        yield server
-    finally:
-        asyncio.run(server.stop())
-
-
-@pytest.fixture(scope="module")
-def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    with running(ObjectStore(tmp_path_factory.mktemp("s3"))) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
-    root = tmp_path_factory.mktemp("root")
-    with running(WebServer(tmp_path_factory.mktemp("nginx"), root)) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

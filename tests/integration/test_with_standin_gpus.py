@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +11,8 @@ import pytest
 from ckptio.devices import RUNTIME_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-STANDIN = ROOT / "libs" / "ckptio" / "native_tests" / "cudart_standin.cpp"
 # What one chunk takes on its way to a GPU: long beside everything else that these tests do.
 COPY_US = 20_000
-
-
-@pytest.fixture(scope="module")
-def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library, built."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to build the stand-in runtime with")
-    library = tmp_path_factory.mktemp("standin") / "libcudart_standin.so"
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([compiler, *flags, os.fspath(STANDIN), "-o", os.fspath(library)], check=True)
-    return library
 
 
 @pytest.mark.parametrize("module", ["test_gpu_slots", "test_pipelining"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +12,9 @@ import pytest
 from ckptio.devices import RUNTIME_VARIABLE
 
 ROOT = Path(__file__).parents[3]
-STANDIN = ROOT / "libs" / "ckptio" / "native_tests" / "cudart_standin.cpp"
 
 # What needs no torch with CUDA, see tests/gpu/test_worker_gpu.py; those that do are skipped.
 WITHOUT_TORCH = 8
-
-
-@pytest.fixture(scope="module")
-def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library, built."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to build the stand-in runtime with")
-    library = tmp_path_factory.mktemp("standin") / "libcudart_standin.so"
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([compiler, *flags, os.fspath(STANDIN), "-o", os.fspath(library)], check=True)
-    return library
 
 
 @pytest.mark.timeout(300)

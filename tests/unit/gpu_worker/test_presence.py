@@ -134,6 +134,7 @@ async def test_a_connection_that_drops_is_made_again_without_a_word_of_the_agent
             await agent.until_connected({3: 77})
         async with an_agent(path) as agent:
             await agent.until_connected({3: 77})
+            assert agent.lost.empty(), "it connected once"
 
 
 async def test_a_worker_follows_its_agent_to_another_path(tmp_path: Path) -> None:
@@ -183,8 +184,10 @@ async def test_an_agent_without_a_path_is_waited_for(tmp_path: Path) -> None:
     async with a_client() as client, an_agent(tmp_path / "a.sock") as agent:
         client.hear(a_beat("", 1))
         await asyncio.sleep(0.01)
+        assert agent.presence.connected() == {}
         client.hear(a_beat(agent.presence.path, 2))
         await agent.until_connected({3: 77})
+        assert agent.lost.empty()
 
 
 async def test_a_running_worker_connects_to_the_agent_of_its_own_server(

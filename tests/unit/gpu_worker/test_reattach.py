@@ -146,6 +146,9 @@ async def test_a_failure_over_replaced_chunks_is_not_the_end(state: State, lende
         await outside.until(lambda: not is_locked(first))
         await outside.ask(ActivateInstance(instance_id="inst-1"))
         await outside.until(lambda: outside.state_of("inst-1") is WorkerState.READY)
+        assert engine.failures == [], "it met the failure"
+        assert is_locked(second)
+        assert await outside.answer(a_request()) == [5, 6, 7]
 
 
 async def test_chunks_are_replaced_again_before_the_first_ones_are_bound(lender: Lender, model: TinyModel) -> None:
@@ -177,6 +180,7 @@ async def test_an_instance_that_ends_while_chunks_are_replaced_gives_all_of_them
         await unloading
         await outside.until(lambda: not is_locked(first) and not is_locked(second))
         await outside.load("inst-2")
+        assert outside.ready() == ["inst-2"]
 
 
 async def test_a_ready_instance_keeps_what_it_maps(lender: Lender, model: TinyModel) -> None:

@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 from whimbrel.wire.codec import error_of
 from whimbrel.wire.errors import Cancelled, ImportFailed, WhimbrelError
-from whimbrel.wire.messages import ImportEnded, ImportProgressed, JobStage
+from whimbrel.wire.messages import ImportEnded, ImportModel, ImportProgressed, JobStage
 
 from services.storage_agent import import_downloads, import_space
 from tests.support.checkpoints import make_checkpoint
@@ -152,6 +152,8 @@ async def test_servers_in_trouble_are_asked_again(hub: HubServer, source: Path, 
     hub.refusals = 3
     async with import_jobs(tmp_path) as bench:
         await bench.finish("m", f"hf://{MODEL}")
+        assert hub.refusals == 0, "it met all of them"
+        ckptio.verify(bench.published("m"))
 
 
 async def test_an_origin_that_stays_silent_is_left(
@@ -297,6 +299,9 @@ async def test_a_web_download_is_resumed_by_the_next_job(
     async with import_jobs(tmp_path) as bench:
         await bench.finish("m", f"{hub.url}/source")
         ckptio.verify(bench.published("m"))
+        spans = hub.asked("model.safetensors")
+        assert any(span is not None for span in spans), "from the byte that the first job reached"
+        assert (spans[-1] is None) == ignores_ranges, "and whole from a server that cannot"
 
 
 async def test_shards_of_a_web_directory_are_found_by_their_index(hub: HubServer, tmp_path: Path) -> None:
@@ -434,6 +439,10 @@ async def test_a_killed_agent_s_conversion_is_resumed_in_its_next_life(tmp_path:
 async def cancelled_at(bench: ImportBench, source: Path | str, stage: JobStage) -> None:
     command = bench.start("m", source)
     await bench.at_stage(command, stage)
+    await cancelled(bench, command)
+
+
+async def cancelled(bench: ImportBench, command: ImportModel) -> None:
     bench.jobs.cancel(command.job_id)
     end = await bench.end_of(command)
     assert isinstance(end, ImportEnded), "it was cancelled"
@@ -452,8 +461,10 @@ async def test_a_download_is_cancelled_at_once_though_its_origin_is_silent(
         for place in (f"hf://{MODEL}", f"{hub.url}/source"):
             hub.stands_still.clear()
             bench.heard.clear()
+            command = bench.start("m", place)
+            assert await asyncio.to_thread(hub.stands_still.wait, 10), "its origin is silent"
             async with asyncio.timeout(5):
-                await cancelled_at(bench, place, JobStage.DOWNLOADING)
+                await cancelled(bench, command)
 
 
 @pytest.mark.parametrize("stage", [JobStage.CONVERTING, JobStage.VERIFYING])

@@ -147,6 +147,7 @@ async def test_a_disk_that_stores_slowly_is_no_stall(home: Path, monkeypatch: py
         work = filling_of(agent, "m", digest)
         await work.steps.until(Step.STORED)
         ckptio.verify(agent.on_ssd("m"))
+        assert [copy.is_whole for copy in agent.service.tiers.residency.ssd_copies("m")] == [True]
 
 
 async def test_a_prefetch_that_only_stores_is_no_stall(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +208,7 @@ async def test_a_measurement_whose_answer_is_lost_leaves_the_agent_alive(
             await agent.send(MeasureStorage())
             await asyncio.wait_for(is_lost.wait(), PATIENCE_S)
         await agent.load("m", digest)
+        assert agent.service.readiness() is None
 
 
 # --- one victim at a time ---

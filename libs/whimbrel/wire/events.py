@@ -71,6 +71,24 @@ class ModelDeleted(_ModelEvent, frozen=True, kw_only=True):
     verb = "deleted"
 
 
+class ModelScaled(_ModelEvent, frozen=True, kw_only=True):
+    """Somebody changed how the model is scaled."""
+
+    verb = "scaled"
+    min_instances: int
+    max_instances: int
+    target_concurrency: int
+    keep_alive_s: float
+
+
+class ModelRestored(_ModelEvent, frozen=True, kw_only=True):
+    """The scheduler had lost its records, and found the model in the repository. Its settings are the defaults again."""
+
+    verb = "restored"
+    checkpoint_digest: str
+    size_bytes: int
+
+
 class _LoadEvent(PublicEvent, frozen=True, kw_only=True):
     noun = "load"
     task_id: str
@@ -146,6 +164,21 @@ class ServerJoined(_ServerEvent, frozen=True, kw_only=True):
 class ServerLost(_ServerEvent, frozen=True, kw_only=True):
     verb = "lost"
     last_seen_s: float
+
+
+class ServerCordoned(_ServerEvent, frozen=True, kw_only=True):
+    verb = "cordoned"
+    is_draining: bool
+
+
+class ServerUncordoned(_ServerEvent, frozen=True, kw_only=True):
+    verb = "uncordoned"
+
+
+class ServerDrained(_ServerEvent, frozen=True, kw_only=True):
+    """Nothing is left on a server that was being drained: it can be switched off."""
+
+    verb = "drained"
 
 
 class RequestFinished(PublicEvent, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 # A config.json of a model is a few kB; anything near this bound is not one.
@@ -75,6 +76,15 @@ class JobStage(StrEnum):
     FAILED = "failed"
 
 
+class Scaling(Value, frozen=True, kw_only=True):
+    """How many instances of a model there may be (R6): as many as it takes that none runs more than
+    `target_concurrency` requests, within the bounds. With `min_instances` 0 it scales to zero."""
+
+    min_instances: NonNegative = 0
+    max_instances: Positive = 1
+    target_concurrency: Positive = 8
+
+
 class DeployModel(Message, frozen=True, kw_only=True):
     """Router → scheduler: import `source` as `model_id`: a directory that the agents can read, `hf://org/name@revision`,
     or a URL."""
@@ -82,6 +92,7 @@ class DeployModel(Message, frozen=True, kw_only=True):
     model_id: str
     source: str
     keep_alive_s: float | None = None
+    scaling: Scaling | None = None
 
 
 class DeployModelReply(Message, frozen=True, kw_only=True):
@@ -97,6 +108,25 @@ class DeleteModelReply(Message, frozen=True, kw_only=True):
     """The model takes no request any more; its bytes are being removed."""
 
     model_id: str
+
+
+class ScaleModel(Message, frozen=True, kw_only=True):
+    """Router → scheduler: change how a model is scaled; what is None stays as it is."""
+
+    model_id: str
+    min_instances: NonNegative | None = None
+    max_instances: Positive | None = None
+    target_concurrency: Positive | None = None
+    keep_alive_s: Seconds | None = None
+
+
+class ScaleModelReply(Message, frozen=True, kw_only=True):
+    """How it is scaled from now on; `desired_instances` is what its present demand asks for."""
+
+    model_id: str
+    scaling: Scaling
+    keep_alive_s: Seconds
+    desired_instances: NonNegative
 
 
 class GetModels(Message, frozen=True, kw_only=True):
@@ -119,6 +149,8 @@ class ModelSummary(Value, frozen=True, kw_only=True):
     waiting_requests: NonNegative = 0
     residency: dict[str, Tier] = {}
     job_id: str = ""
+    scaling: Scaling = Scaling()
+    desired_instances: NonNegative = 0
 
 
 class GetModelsReply(Message, frozen=True, kw_only=True):
@@ -203,6 +235,33 @@ class RemoveModel(Message, frozen=True, kw_only=True):
     model_id: str
     remove_from_repository: bool
     scheduler_epoch: NonNegative
+
+
+class ReportRepository(Message, frozen=True, kw_only=True):
+    """Scheduler → agent: say what the model repository holds, model by model, then how many that were. Asked when the
+    scheduler has lost its records."""
+
+    scheduler_epoch: NonNegative
+
+
+class RepositoryModelFound(Message, frozen=True, kw_only=True):
+    """Agent → scheduler: a published checkpoint; fields as in `ImportFinished`."""
+
+    server_id: str
+    model_id: str
+    checkpoint_digest: str
+    size_bytes: NonNegative
+    manifest: bytes
+    model_config: bytes
+
+
+class RepositoryReported(Message, frozen=True, kw_only=True):
+    """Agent → scheduler: that was all of it; `unreadable` are the models that are there but can't be read, and why."""
+
+    server_id: str
+    scheduler_epoch: NonNegative
+    models: NonNegative
+    unreadable: dict[str, str] = {}
 
 
 class ModelRemoved(Message, frozen=True, kw_only=True):
@@ -641,6 +700,98 @@ class InferenceFinished(Message, frozen=True, kw_only=True):
     output_tokens: NonNegative
     duration_s: Seconds
     token_s: Seconds
+    prefill_s: Seconds | None = None
+
+
+# --- operators: what was decided and why, and which servers take part ---
+
+
+class MoveSummary(Value, frozen=True, kw_only=True):
+    """A running instance that goes elsewhere first: `load_s` until its model is there, `resume_s` to compute its
+    requests again."""
+
+    instance_id: str
+    model_id: str
+    server_id: str
+    slots: tuple[int, ...]
+    load_s: Seconds
+    resume_s: Seconds
+
+
+class CandidateSummary(Value, frozen=True, kw_only=True):
+    """One server's terms in a decision: t_load = q + n / b + overhead, and what must go first, or why it can't.
+
+    `total_s` is what servers are compared by. `refusal` is empty for a server that could take the model.
+    """
+
+    server_id: str
+    refusal: str = ""
+    slots: tuple[int, ...] = ()
+    source_tier: Tier | None = None
+    size_bytes: NonNegative = 0
+    queue_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    overhead_s: Seconds = 0.0
+    is_prior: bool = False
+    evicted: tuple[str, ...] = ()
+    eviction_s: Seconds = 0.0
+    moves: tuple[MoveSummary, ...] = ()
+    stopped: tuple[str, ...] = ()
+    is_avoided: bool = False
+    total_s: Seconds = 0.0
+
+
+class DecisionSummary(Value, frozen=True, kw_only=True):
+    """What was decided for a model `age_s` ago: `outcome` is placed, deferred or never_fits. Every candidate is there,
+    the cheapest first; `server_id` names the chosen one. A decision of an earlier leader has no candidates."""
+
+    outcome: str
+    policy: str
+    age_s: Seconds
+    server_id: str = ""
+    candidates: tuple[CandidateSummary, ...] = ()
+    need_bytes: NonNegative = 0
+    capacity_bytes: NonNegative = 0
+
+
+class ExplainModel(Message, frozen=True, kw_only=True):
+    """Router → scheduler: what was last decided for this model and why, and what would be decided now."""
+
+    model_id: str
+
+
+class ExplainModelReply(Message, frozen=True, kw_only=True):
+    """`last` is None when nothing was decided yet. `sentence` says in words what the model's state is."""
+
+    model_id: str
+    sentence: str
+    waiting_requests: NonNegative
+    instances: tuple[str, ...]
+    last: DecisionSummary | None
+    now: DecisionSummary
+
+
+class CordonServer(Message, frozen=True, kw_only=True):
+    """Router → scheduler: place nothing on this server from now on. With `drain`, what is there goes: idle instances
+    at once, others when their requests have ended."""
+
+    server_id: str
+    drain: bool = False
+
+
+class CordonServerReply(Message, frozen=True, kw_only=True):
+    """The server as it is now; `instances` are those that are still there."""
+
+    server_id: str
+    is_cordoned: bool
+    is_draining: bool
+    instances: tuple[str, ...]
+
+
+class UncordonServer(Message, frozen=True, kw_only=True):
+    """Router → scheduler: the server takes part again. Answered by a CordonServerReply, too."""
+
+    server_id: str
 
 
 # --- health ---
@@ -731,8 +882,13 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
 
 
 class InstanceActivity(Value, frozen=True, kw_only=True):
+    """A router's requests on an instance: how many, the sum of their prompt tokens (t_in), and the sum of the seconds
+    that they have been running (d), by the router's own clock (M2, M3)."""
+
     instance_id: str
     requests: NonNegative
+    prompt_tokens: NonNegative = 0
+    running_s: Seconds = 0.0
 
 
 class RouterHeartbeat(Message, frozen=True, kw_only=True):
@@ -766,6 +922,15 @@ class SlotSummary(Value, frozen=True, kw_only=True):
     active_requests: NonNegative
 
 
+class EstimateQuality(Value, frozen=True, kw_only=True):
+    """How good the estimates of loads from one tier of a server were lately: how many there were, and the 90th
+    percentile of |estimate - actual| in seconds and as a share of the actual."""
+
+    observations: NonNegative
+    error_s_p90: Seconds
+    error_share_p90: float
+
+
 class ServerSummary(Value, frozen=True, kw_only=True):
     server_id: str
     is_alive: bool
@@ -778,10 +943,15 @@ class ServerSummary(Value, frozen=True, kw_only=True):
     ssd_size_bytes: NonNegative
     ssd_used_bytes: NonNegative
     bandwidth_bytes_per_s: dict[str, float] = {}
+    is_cordoned: bool = False
+    is_draining: bool = False
+    estimates: dict[str, EstimateQuality] = {}
 
 
 class GetClusterReply(Message, frozen=True, kw_only=True):
     scheduler_epoch: NonNegative
+    scheduler_id: str = ""
+    policy: str = ""
     servers: tuple[ServerSummary, ...]
     routers: tuple[str, ...]
     waiting_requests: NonNegative

@@ -10,7 +10,18 @@ from typing import ClassVar
 
 import msgspec
 
-from whimbrel.wire.messages import JobStage, JobStatus, ModelState, NonNegative, Route, Seconds, Stages, Tier, _tag
+from whimbrel.wire.messages import (
+    JobStage,
+    JobStatus,
+    ModelState,
+    NonNegative,
+    Route,
+    Scaling,
+    Seconds,
+    Stages,
+    Tier,
+    _tag,
+)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=_tag):
@@ -38,6 +49,9 @@ class ModelRecord(Record, frozen=True, kw_only=True):
     model_config: bytes
     created_at_s: Seconds
     keep_alive_s: Seconds | None
+    scaling: Scaling = Scaling()
+    #: Bytes per partition: on GPUs a slot for each is needed (E2). Empty means one, of all bytes.
+    partition_bytes: tuple[int, ...] = ()
 
     def key(self) -> str:
         return self.model_id
@@ -88,9 +102,16 @@ class InstanceRecord(Record, frozen=True, kw_only=True):
     source_tier: Tier
     estimate_s: Seconds
     stages: Stages | None
+    #: Beside `slot`, whose worker has it: on GPUs one for each further partition.
+    more_slots: tuple[int, ...] = ()
 
     def key(self) -> str:
         return self.instance_id
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """All slots that it owns, the one of its worker first."""
+        return (self.slot, *self.more_slots)
 
 
 class BandwidthRecord(Record, frozen=True, kw_only=True):
@@ -114,6 +135,55 @@ class BandwidthRecord(Record, frozen=True, kw_only=True):
         return f"{self.server_id}/{self.tier}"
 
 
+class ServerRecord(Record, frozen=True, kw_only=True):
+    """What operators decided about a server: nothing is placed on a cordoned one, and a draining one is emptied."""
+
+    table = "servers"
+
+    server_id: str
+    is_cordoned: bool
+    is_draining: bool
+
+    def key(self) -> str:
+        return self.server_id
+
+
+class ResumeRecord(Record, frozen=True, kw_only=True):
+    """What was learned of computing a model's requests again on a kind of device (M1): t = a (t_in + t_out) + b.
+
+    Recursive least squares with forgetting: `covariance` is the 2 × 2 matrix, row by row. `token_s` is t, the model's
+    mean time per output token (M3); 0 while unknown.
+    """
+
+    table = "resumes"
+
+    model_id: str
+    device: str
+    seconds_per_token: float
+    overhead_s: float
+    covariance: tuple[float, float, float, float]
+    observations: NonNegative
+    token_s: float = 0.0
+    token_observations: NonNegative = 0
+
+    def key(self) -> str:
+        return f"{self.model_id}@{self.device}"
+
+
+class AccuracyRecord(Record, frozen=True, kw_only=True):
+    """Estimate and actual of the last loads from one tier of a server, oldest first, seconds (E7). For moves, the tier
+    is GPU."""
+
+    table = "accuracies"
+
+    server_id: str
+    tier: Tier
+    recent: tuple[tuple[float, float], ...]
+
+    def key(self) -> str:
+        return f"{self.server_id}/{self.tier}"
+
+
 class Forget(Record, frozen=True, kw_only=True):
     """Removes the value under `forgotten_key` of `forgotten_table`."""
 
@@ -125,6 +195,7 @@ class Forget(Record, frozen=True, kw_only=True):
 
 
 __all__ = [
+    "AccuracyRecord",
     "BandwidthRecord",
     "Forget",
     "InstanceRecord",
@@ -132,5 +203,7 @@ __all__ = [
     "JobRecord",
     "ModelRecord",
     "Record",
+    "ResumeRecord",
     "Route",
+    "ServerRecord",
 ]

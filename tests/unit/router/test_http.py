@@ -239,6 +239,8 @@ async def test_deployments_and_the_cluster_are_shown(bench: Bench) -> None:
     assert (one["model"], one["source"], one["residency"]) == ("new", "/somewhere", {"server-0": "ssd"})
     assert (await bench.client.get("/admin/cluster")).json() == {
         "scheduler_epoch": 1,
+        "scheduler_id": "",
+        "policy": "",
         "servers": [],
         "routers": ["router-0"],
         "waiting_requests": 0,

@@ -21,7 +21,7 @@ def sample(annotation: object) -> object:
     if origin is typing.Annotated:
         return sample(arguments[0])
     if origin is tuple:
-        return (sample(arguments[0]),)
+        return tuple(sample(argument) for argument in arguments if argument is not Ellipsis)
     if origin is dict:
         return {sample(arguments[0]): sample(arguments[1])}
     if arguments:

@@ -82,7 +82,7 @@ class ModelScaled(_ModelEvent, frozen=True, kw_only=True):
 
 
 class ModelRestored(_ModelEvent, frozen=True, kw_only=True):
-    """The scheduler had lost its records, and found the model in the repository. Its settings are the defaults again."""
+    """The scheduler had lost its records and found the model in the repository, without the settings it had."""
 
     verb = "restored"
     checkpoint_digest: str

@@ -9,7 +9,7 @@ from whimbrel.wire import events
 from whimbrel.wire.errors import ProtocolError
 from whimbrel.wire.events import EVENTS, PublicEvent
 
-VALUES = {"str": "x", "int": 3, "float": 1.5}
+VALUES = {"str": "x", "int": 3, "float": 1.5, "bool": True}
 
 
 def build(cls: type[PublicEvent]) -> PublicEvent:

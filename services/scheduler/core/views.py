@@ -1,0 +1,121 @@
+"""Owns what placement sees of the cluster at one moment: tasks, servers, who holds their slots, and what they are for.
+
+All of it is immutable, so a decision can be explained later from what it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from whimbrel.wire.messages import Tier
+
+from services.scheduler.core.estimates import PathSpeed
+from services.scheduler.core.queues import NO_WAIT, PathWait
+from services.scheduler.core.residency import Resident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model that needs an instance. `partition_bytes` has at least one entry, the largest first: on GPUs each of them
+    needs a slot of its own. Servers in `avoid` just failed to load it and come last. `draw` is a number that somebody
+    drew for it: the random policy is a pure function, too."""
+
+    model_id: str
+    checkpoint_digest: str
+    size_bytes: int
+    partition_bytes: tuple[int, ...]
+    avoid: frozenset[str] = frozenset()
+    draw: int = 0
+
+    @property
+    def checkpoint(self) -> tuple[str, str]:
+        """The key of residency: only the very same bytes count (C1)."""
+        return self.model_id, self.checkpoint_digest
+
+
+class SlotView(NamedTuple):
+    """A slot; `memory_bytes` is what its device has, 0 when unknown or when the pool counts."""
+
+    slot: int
+    memory_bytes: int = 0
+
+
+class Resume(NamedTuple):
+    """t_migrate of all requests of an instance (D4): `base_s` at `since_s`, and so much more per second of decoding."""
+
+    base_s: float
+    growth: float
+    since_s: float
+
+    def seconds(self, now: float) -> float:
+        return self.base_s + self.growth * max(0.0, now - self.since_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupant:
+    """An instance that could go: at once when it is idle, by a move when it is running.
+
+    `task` is what loading its model elsewhere takes, `room_bytes` what its going leaves in the server's pool.
+    `reload_s` estimates bringing an idle one back from DRAM. A running one whose worker can't hand its requests over
+    has no `resume`. `pause_s` is what its clients would see of a move.
+    """
+
+    instance_id: str
+    slots: tuple[SlotView, ...]
+    task: Task
+    room_bytes: int
+    idle_since_s: float = 0.0
+    reload_s: float = 0.0
+    resume: Resume | None = None
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerView:
+    """What placement sees of a server.
+
+    On a host server (CPU slots) a model is mapped from the pool: one slot is enough, and `capacity_bytes` of the pool
+    is what bounds it. On the others each partition needs a slot with memory for it, and its bytes pass the pool.
+    `used_bytes` of the capacity are held by instances, idle ones included. `free_slots` are sorted by memory, the least
+    first. `idle` is sorted, the longest idle first; `running` by id. Instances that can't go are in neither.
+    `waits` are the queues of its paths, `residency` what it has of a checkpoint (id and digest).
+    """
+
+    server_id: str
+    capacity_bytes: int
+    used_bytes: int
+    free_slots: tuple[SlotView, ...]
+    idle: tuple[Occupant, ...]
+    waits: Mapping[Tier, PathWait]
+    residency: Mapping[tuple[str, str], Resident]
+    speeds: Mapping[Tier, PathSpeed]
+    running: tuple[Occupant, ...] = ()
+    is_host: bool = True
+    is_cordoned: bool = False
+
+    def way(self, task: Task) -> Resident:
+        """From which tier the task's checkpoint would be loaded here, and the bytes to move."""
+        return self.residency.get(task.checkpoint) or Resident(Tier.REMOTE, task.size_bytes)
+
+    def queue_s(self, source: Tier, now: float) -> float:
+        """q of the path from `source`."""
+        return self.waits.get(source, NO_WAIT).queue_s(now)
+
+
+class Shape(NamedTuple):
+    """How large a server is, whatever is on it: its slots' memories, the most first."""
+
+    is_host: bool
+    capacity_bytes: int
+    slot_memories: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The cluster at one moment. `servers` are those that live. `shapes` are those of all servers that are known, also
+    of lately lost ones; None while not all had the time to say how large they are, so nothing is said to never fit."""
+
+    servers: tuple[ServerView, ...]
+    shapes: frozenset[Shape] | None

@@ -7,7 +7,7 @@ from whimbrel.wire.events import LoadSucceeded, LoadWasLost
 from whimbrel.wire.records import InstanceState
 
 from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.placement import Deferred, NeverFits, Placement
+from services.scheduler.core.decisions import Deferred, NeverFits, Placement
 from services.scheduler.core.ready import Ready
 
 # Estimate over actual, or actual over estimate: 1 is perfect, within 15 % is the target.

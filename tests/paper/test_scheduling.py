@@ -8,8 +8,8 @@ from whimbrel.wire.events import LoadSucceeded
 from whimbrel.wire.messages import LoadModel, LoadProgressed, PlaceModelReply, Tier, WaitStage
 from whimbrel.wire.records import BandwidthRecord, InstanceRecord, InstanceState, ModelRecord, Record
 
+from services.scheduler.core.decisions import Deferred, Placement
 from services.scheduler.core.estimates import PathSpeed, estimate_load, path_speeds
-from services.scheduler.core.placement import Deferred, Placement
 from services.scheduler.core.queues import LoadQueue
 from services.scheduler.core.ready import Arrived
 from services.scheduler.core.settings import Settings
@@ -163,7 +163,7 @@ def test_each_server_is_judged_by_the_fastest_tier_that_holds_the_model_and_the_
     hold(cluster, "s2", "a", Tier.SSD)
     (decision,) = cluster.deliver(place("q1")).decisions
     assert isinstance(decision, Placement)
-    assert (decision.server_id, decision.slot) == ("s1", 0)
+    assert (decision.server_id, decision.slots) == ("s1", (0,))
     tiers = {c.server_id: c.estimate.source_tier for c in decision.reasons.candidates() if c.estimate is not None}
     assert tiers == {"s0": Tier.REMOTE, "s1": Tier.DRAM, "s2": Tier.SSD}
 
@@ -191,8 +191,8 @@ def test_equal_servers_are_chosen_between_deterministically() -> None:
         cluster = a_cluster(a_model_record("a"), servers=4, slots=2)
         (decision,) = cluster.deliver(place("q1")).decisions
         assert isinstance(decision, Placement)
-        choices.add((decision.server_id, decision.slot))
-    assert choices == {("s0", 0)}
+        choices.add((decision.server_id, decision.slots))
+    assert choices == {("s0", (0,))}
 
 
 # --- writing and recovering (part3:47) ---

@@ -1,27 +1,20 @@
-"""Owns the scheduler's state in memory: servers, models, instances, jobs, routers, and its rebuild from records."""
+"""Owns the scheduler's state in memory: servers, models, instances, jobs, routers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from whimbrel.wire.messages import ModelState, Tier
-from whimbrel.wire.records import (
-    BandwidthRecord,
-    InstanceRecord,
-    InstanceState,
-    JobRecord,
-    ModelRecord,
-    Record,
-)
+from whimbrel.wire.records import AccuracyRecord, InstanceState, Record, ResumeRecord
 
-from services.scheduler.core.estimates import estimate_load
+from services.scheduler.core import scaling, sights
 from services.scheduler.core.instances import Instance
+from services.scheduler.core.kept import KeptDecision
 from services.scheduler.core.models import Job, Model, Reservation
-from services.scheduler.core.placement import IdleInstance, ServerView, Snapshot
 from services.scheduler.core.servers import Router, Server, Slot
+from services.scheduler.core.views import ServerView, Shape, Snapshot, Task
 
-# Instances that stand for their model: while one is there, the model gets no other (one instance per model). One that
-# unloads is soon gone or stays after all; one that drains may take long and takes no request, so it doesn't count.
+# Instances that stand for their model: they count as those that it has. One that unloads is soon gone or stays after
+# all; one that drains may take long and takes no request, so it doesn't count.
 STANDING = (InstanceState.LOADING, InstanceState.READY, InstanceState.UNLOADING)
 
 
@@ -37,11 +30,18 @@ class Cluster:
         self.routers: dict[str, Router] = {}
         self.reservations: dict[str, Reservation] = {}
         self.deleting: dict[str, None] = {}
+        #: Models that want instances though nobody asks for them.
+        self.minimums: dict[str, None] = {}
+        #: The last decision about each model, and what was learned of resumes and of our estimates.
+        self.decisions: dict[str, KeptDecision] = {}
+        self.resumes: dict[str, ResumeRecord] = {}
+        self.accuracies: dict[str, AccuracyRecord] = {}
         #: Models with waiters, and how many waiters there are in all.
         self.waiting: dict[str, None] = {}
         self.waiting_requests = 0
         #: Whether a slot may have been released since the deferred models were last tried.
         self.is_released = False
+        self._shapes: frozenset[Shape] | None = None
 
     # Looking up and adding.
 
@@ -59,6 +59,7 @@ class Cluster:
         return slots[slot]
 
     def slot_of(self, instance: Instance) -> Slot:
+        """The slot whose worker has the instance."""
         return self.servers[instance.record.server_id].slots[instance.record.slot]
 
     def hear_router(self, router_id: str, *, now: float) -> Router:
@@ -73,36 +74,50 @@ class Cluster:
             yield from server.slots.values()
 
     def add_instance(self, instance: Instance, *, now: float) -> None:
-        """The instance owns its slot from now on."""
+        """The instance owns its slots from now on."""
         record = instance.record
-        slot = self.slot(record.server_id, record.slot, now=now)
-        assert slot.owner is None, "a slot has one owner"
-        slot.owner = record.instance_id
+        for number in record.slots:
+            slot = self.slot(record.server_id, number, now=now)
+            assert slot.owner is None, "a slot has one owner"
+            slot.owner = record.instance_id
         self.instances[record.instance_id] = instance
         self.servers[record.server_id].instances[record.instance_id] = None
         self.models[record.model_id].instances[record.instance_id] = None
-        self.touch(record.server_id)
+        self.touch_peers(instance)
 
     def remove_instance(self, instance: Instance) -> None:
-        """The instance is gone; its slot has no owner any more."""
+        """The instance is gone; its slots have no owner any more."""
         record = instance.record
-        slot = self.slot_of(instance)
-        assert slot.owner == record.instance_id, "only the owner leaves a slot"
-        slot.owner = None
+        for number in record.slots:
+            slot = self.servers[record.server_id].slots[number]
+            assert slot.owner == record.instance_id, "only the owner leaves a slot"
+            slot.owner = None
         del self.instances[record.instance_id]
         del self.servers[record.server_id].instances[record.instance_id]
         del self.models[record.model_id].instances[record.instance_id]
-        self.touch(record.server_id)
+        self.touch_peers(instance)
 
     def instances_of(self, model: Model) -> list[Instance]:
         return [self.instances[instance_id] for instance_id in model.instances]
 
-    def standing_instance(self, model: Model) -> Instance | None:
-        """The one instance of the model that loads, serves or is asked to unload."""
-        return next((i for i in self.instances_of(model) if i.state in STANDING), None)
+    def standing_instances(self, model: Model) -> list[Instance]:
+        """Those that load, serve or are asked to unload."""
+        return [instance for instance in self.instances_of(model) if instance.state in STANDING]
 
     def ready_instance(self, model: Model) -> Instance | None:
-        return next((i for i in self.instances_of(model) if i.state is InstanceState.READY), None)
+        """The one that serves and has the least to do; the oldest of equals."""
+        ready = [instance for instance in self.instances_of(model) if instance.state is InstanceState.READY]
+        return min(ready, key=lambda instance: instance.demand, default=None)
+
+    def demand(self, model: Model) -> int:
+        """Requests that wait, and those of instances that stay: a draining one takes no more."""
+        return len(model.waiters) + sum(instance.demand for instance in self.standing_instances(model))
+
+    def shortfall(self, model: Model) -> int:
+        """How many more instances it should have; negative when it has more than its demand asks for."""
+        if not model.is_servable:
+            return 0
+        return scaling.desired(self.demand(model), model.record.scaling) - len(self.standing_instances(model))
 
     def open_job(self, model_id: str) -> Job | None:
         return next((j for j in self.jobs.values() if j.model_id == model_id and j.record.is_open), None)
@@ -114,18 +129,20 @@ class Cluster:
     # Reserving.
 
     def reserve(self, reservation: Reservation) -> None:
-        slot = self.servers[reservation.server_id].slots[reservation.slot]
-        assert slot.reserved_for is None, "a slot is reserved once"
-        assert reservation.model_id not in self.reservations, "a model waits for one slot"
-        slot.reserved_for = reservation.model_id
+        slots = [self.servers[reservation.server_id].slots[slot] for slot in reservation.slots]
+        assert all(slot.reserved_for is None for slot in slots), "a slot is reserved once"
+        assert reservation.model_id not in self.reservations, "a model waits for one set of slots"
+        for slot in slots:
+            slot.reserved_for = reservation.model_id
         self.reservations[reservation.model_id] = reservation
         self.touch(reservation.server_id)
 
     def release(self, model_id: str) -> None:
-        """The model does not wait for its slot any more; without a reservation nothing happens."""
+        """The model does not wait for its slots any more; without a reservation nothing happens."""
         reservation = self.reservations.pop(model_id, None)
         if reservation is not None:
-            self.servers[reservation.server_id].slots[reservation.slot].reserved_for = None
+            for slot in reservation.slots:
+                self.servers[reservation.server_id].slots[slot].reserved_for = None
             self.touch(reservation.server_id)
 
     # What placement sees.
@@ -134,6 +151,16 @@ class Cluster:
         """Something that placement looks at changed on this server, perhaps to a waiting model's good."""
         self.servers[server_id].view = None
         self.is_released = True
+
+    def touch_peers(self, instance: Instance) -> None:
+        """As `touch`; with one fewer, the others of its model may not go any more."""
+        for other_id in self.models[instance.record.model_id].instances:
+            self.touch(self.instances[other_id].record.server_id)
+        self.touch(instance.record.server_id)
+
+    def reshape(self) -> None:
+        """How large a server is has changed."""
+        self._shapes = None
 
     def is_idle(self, instance: Instance) -> bool:
         """Whether it could be unloaded at once, as far as we know; its worker has the last word."""
@@ -147,44 +174,38 @@ class Cluster:
             and slot.active_requests(instance.instance_id) == 0
         )
 
+    def is_evictable(self, instance: Instance) -> bool:
+        """Whether an idle instance may go for another model: not below its model's minimum, nor when it just came
+        back after it had to go."""
+        return self.is_idle(instance) and not instance.is_kept and not self.is_minimum(instance)
+
+    def is_minimum(self, instance: Instance) -> bool:
+        """Whether its model would have fewer instances than it should always have, if it went."""
+        model = self.models[instance.record.model_id]
+        minimum = model.record.scaling.min_instances if model.is_servable else 0
+        return 0 < minimum >= len(self.standing_instances(model))
+
     def snapshot(self, now: float) -> Snapshot:
         """The live servers; views of servers that nothing happened to are used again."""
         views = tuple([server.view or self._look(server) for server in self.servers.values() if server.is_alive])
-        capacity_bytes = max((server.capacity_bytes for server in self.servers.values()), default=0)
-        is_known = capacity_bytes > 0 and now >= self.settled_s
-        return Snapshot(servers=views, capacity_bytes_max=capacity_bytes if is_known else None)
+        if now < self.settled_s:
+            return Snapshot(servers=views, shapes=None)
+        if self._shapes is None:
+            shapes = (server.shape() for server in self.servers.values() if server.capacity_bytes > 0)
+            self._shapes = frozenset(shapes)
+        return Snapshot(servers=views, shapes=self._shapes or None)
 
     def has_open_slot(self) -> bool:
         """Whether any server has a slot that is free or could be freed at once."""
         views = (server.view or self._look(server) for server in self.servers.values() if server.is_alive)
-        return any(view.is_open for view in views)
+        return any((view.free_slots or view.idle) and not view.is_cordoned for view in views)
+
+    def task_of(self, model: Model) -> Task:
+        """What loading the model takes."""
+        return sights.task_of(model)
 
     def _look(self, server: Server) -> ServerView:
-        speeds = server.speeds()
-        instances = [self.instances[instance_id] for instance_id in server.instances]
-        idle = [i for i in instances if self.is_idle(i) and self.slot_of(i).reserved_for is None]
-        idle.sort(key=lambda instance: (instance.idle_since_s, instance.instance_id))
-        server.view = ServerView(
-            server_id=server.server_id,
-            capacity_bytes=server.capacity_bytes,
-            used_bytes=sum(instance.size_bytes for instance in instances),
-            free_slots=tuple(k for k in sorted(server.slots) if server.slots[k].is_free),
-            idle=tuple(
-                IdleInstance(
-                    instance_id=instance.instance_id,
-                    slot=instance.record.slot,
-                    size_bytes=instance.size_bytes,
-                    idle_since_s=instance.idle_since_s,
-                    reload_s=estimate_load(
-                        queue_s=0.0, size_bytes=instance.size_bytes, speed=speeds[Tier.DRAM]
-                    ).total_s,
-                )
-                for instance in idle
-            ),
-            waits=server.queues.waits(),
-            residency=server.residency.entries,
-            speeds=speeds,
-        )
+        server.view = sights.look(self, server)
         return server.view
 
     # Durability.
@@ -194,53 +215,10 @@ class Cluster:
         records: list[Record] = [model.record for model in self.models.values()]
         records += [job.record for job in self.jobs.values()]
         records += [instance.record for instance in self.instances.values()]
+        records += self.resumes.values()
+        records += self.accuracies.values()
         for server in self.servers.values():
             records += server.bandwidths.values()
+            if server.record is not None:
+                records.append(server.record)
         return {(record.table, record.key()): record for record in records}
-
-
-def rebuild(records: Iterable[Record], *, now: float, lost_after_s: float) -> Cluster:
-    """The cluster that these records describe (P2). Whoever they name is presumed alive until it has had its time to
-    be heard; instances that load are commanded again once their agent is heard."""
-    cluster = Cluster(settled_s=now + lost_after_s)
-    instances: list[InstanceRecord] = []
-    for record in records:
-        match record:
-            case ModelRecord():
-                cluster.models[record.model_id] = Model(record=record)
-                if record.state is ModelState.DELETING:
-                    cluster.deleting[record.model_id] = None
-            case JobRecord():
-                cluster.jobs[record.key()] = Job(record=record, total_bytes=record.job.total_bytes)
-            case InstanceRecord():
-                instances.append(record)
-            case _:
-                assert isinstance(record, BandwidthRecord), "no other record has a table"
-                cluster.server(record.server_id, now=now).bandwidths[record.tier] = record
-    for record in sorted(instances, key=InstanceRecord.key):
-        _add_known_instance(cluster, record, now)
-    for job in cluster.jobs.values():
-        if job.record.is_open and job.record.server_id:
-            cluster.server(job.record.server_id, now=now).is_alive = True
-    return cluster
-
-
-def _add_known_instance(cluster: Cluster, record: InstanceRecord, now: float) -> None:
-    model = cluster.models.get(record.model_id)
-    assert model is not None, "models outlive their instances"
-    instance = Instance(
-        record=record,
-        size_bytes=model.record.size_bytes,
-        placed_s=now,
-        is_rebuilt=True,
-        progress_s=now,
-        ready_s=now,
-        idle_since_s=now,
-    )
-    server = cluster.server(record.server_id, now=now)
-    server.is_alive = True
-    cluster.add_instance(instance, now=now)
-    if record.state is InstanceState.LOADING:
-        server.queues.enqueue(record.source_tier, record.task_id, record.estimate_s, now=now)
-    else:
-        cluster.slot_of(instance).occupant = record.instance_id

@@ -20,7 +20,7 @@ def command_load(step: Step, instance: Instance) -> None:
         model_id=record.model_id,
         checkpoint_digest=record.checkpoint_digest,
         size_bytes=instance.size_bytes,
-        slots=(record.slot,),
+        slots=record.slots,
         scheduler_epoch=step.epoch,
     )
     step.send(ToAgent(server_id=record.server_id), load)

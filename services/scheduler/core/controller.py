@@ -11,6 +11,7 @@ from whimbrel.wire.messages import (
     AgentHeartbeat,
     CancelJob,
     CancelPlacement,
+    CordonServer,
     DeleteModel,
     DeployModel,
     GetCluster,
@@ -32,6 +33,8 @@ from whimbrel.wire.messages import (
     PlaceModel,
     PrefetchEnded,
     RouterHeartbeat,
+    ScaleModel,
+    UncordonServer,
     WorkerExited,
     WorkerHeartbeat,
 )
@@ -43,14 +46,16 @@ from services.scheduler.core import (
     imports,
     lifecycle,
     loading,
+    operations,
     queries,
     routers,
     timeouts,
     waiting,
 )
-from services.scheduler.core.cluster import Cluster, rebuild
+from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.instances import InstanceEvent
 from services.scheduler.core.ready import Arrived, Event, Ready, Tick, UnloadRefused
+from services.scheduler.core.rebuilding import rebuild
 from services.scheduler.core.settings import PAUSE_S, Settings
 from services.scheduler.core.step import Step
 
@@ -89,6 +94,9 @@ HANDLERS: dict[type[Message], Handler] = dict(
         _handler(WorkerExited, heartbeats.on_worker_exited),
         _handler(PrefetchEnded, loading.on_prefetch_ended),
         _handler(RouterHeartbeat, routers.on_router_heartbeat),
+        _handler(ScaleModel, operations.on_scale_model),
+        _handler(CordonServer, operations.on_cordon_server),
+        _handler(UncordonServer, operations.on_uncordon_server),
         _handler(GetModels, queries.on_get_models),
         _handler(GetJob, queries.on_get_job),
         _handler(GetRoutes, queries.on_get_routes),
@@ -98,7 +106,8 @@ HANDLERS: dict[type[Message], Handler] = dict(
 
 
 class Controller:
-    """The scheduler's brain. `records` is what the store holds; `epoch` is that of this life (fencing).
+    """The scheduler's brain. `records` is what the store holds; `epoch` is that of this life (fencing). `is_emptied`
+    says that the store held nothing at all: what can be found again is asked for.
 
     The same events at the same times with the same ids lead to the same state and output, always.
     """
@@ -111,10 +120,14 @@ class Controller:
         epoch: int,
         now: float,
         new_id: Callable[[str], str],
+        scheduler_id: str = "",
+        is_emptied: bool = False,
     ) -> None:
         self.cluster: Cluster = rebuild(records, now=now, lost_after_s=settings.lost_after_s)
         self._settings = settings
         self._epoch = epoch
+        self._scheduler_id = scheduler_id
+        self._is_emptied = is_emptied
         self._new_id = new_id
         self._last_step_s = now
 
@@ -129,6 +142,7 @@ class Controller:
             now=now,
             wall_s=wall_s,
             epoch=self._epoch,
+            scheduler_id=self._scheduler_id,
             cluster=self.cluster,
             settings=self._settings,
             new_id=self._new_id,

@@ -23,6 +23,7 @@ def on_delete_model(step: Step, message: DeleteModel, reply_to: str | None) -> N
     if model.record.state is not ModelState.DELETING:
         step.change_model(model, state=ModelState.DELETING)
         step.cluster.deleting[model.model_id] = None
+        step.cluster.minimums.pop(model.model_id, None)
         waiting.fail_waiters(step, model, error_reply(ModelNotFound(model_id=model.model_id)))
     step.answer(reply_to, DeleteModelReply(model_id=model.model_id))
 
@@ -71,5 +72,6 @@ def _remove(step: Step, model: Model) -> None:
     if model.repository_server_id in model.removed and model.removed.issuperset(server_ids):
         del step.cluster.models[model.model_id]
         del step.cluster.deleting[model.model_id]
+        step.cluster.decisions.pop(model.model_id, None)
         step.forget(model.record)
         step.tell(ModelDeleted(model_id=model.model_id))

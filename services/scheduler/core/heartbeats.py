@@ -32,6 +32,7 @@ def on_agent_heartbeat(step: Step, message: AgentHeartbeat, reply_to: str | None
         step.tell(ServerJoined(server_id=message.server_id, epoch=message.epoch))
     if is_new_life or not server.is_alive or _looks_different(known, message):
         step.cluster.touch(message.server_id)
+        step.cluster.reshape()
     entries = server.residency.entries
     is_heard = server.hear(message)
     if server.residency.entries is not entries:
@@ -52,6 +53,9 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
     slot = step.cluster.slot(message.server_id, message.slot, now=step.now)
     known = slot.heartbeat
     is_new_life = known is not None and known.epoch != message.epoch
+    if known is None or (known.device, known.memory_size_bytes) != (message.device, message.memory_size_bytes):
+        step.cluster.reshape()
+        step.cluster.touch(message.server_id)
     was_free = slot.is_free
     slot.heartbeat = message
     slot.seen_s = step.now
@@ -59,7 +63,7 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
     slot.occupant = message.instance_id
     if slot.is_free != was_free or _requests(known) != message.active_requests:
         step.cluster.touch(message.server_id)
-    instance = step.cluster.instances.get(slot.owner) if slot.owner is not None else None
+    instance = _instance_on(step, slot)
     if instance is not None and is_new_life:
         lose_instance(step, instance, "its worker restarted")
     elif instance is not None:
@@ -80,8 +84,9 @@ def lose_slot(step: Step, slot: Slot) -> None:
     slot.is_alive = False
     slot.occupant = None
     step.cluster.touch(slot.server_id)
-    if slot.owner is not None:
-        lose_instance(step, step.cluster.instances[slot.owner], "its worker is gone")
+    instance = _instance_on(step, slot)
+    if instance is not None:
+        lose_instance(step, instance, "its worker is gone")
 
 
 def lose_instance(step: Step, instance: Instance, reason: str) -> None:
@@ -91,6 +96,13 @@ def lose_instance(step: Step, instance: Instance, reason: str) -> None:
         loading.lose_load(step, instance, f"{worker} ({reason})")
     else:
         lifecycle.end_instance(step, instance, InstanceEvent.LOST, reason)
+
+
+def _instance_on(step: Step, slot: Slot) -> Instance | None:
+    """The instance that the worker of this slot should have. An instance on several GPUs is had by the worker of its
+    first slot; those of the others have nothing."""
+    instance = step.cluster.instances.get(slot.owner) if slot.owner is not None else None
+    return instance if instance is not None and instance.record.slot == slot.slot else None
 
 
 def _looks_different(known: AgentHeartbeat | None, message: AgentHeartbeat) -> bool:

@@ -20,24 +20,19 @@ from whimbrel.wire.messages import (
     ImportProgressed,
     JobStage,
     ModelState,
+    Scaling,
 )
 from whimbrel.wire.records import InstanceState, ModelRecord
 from whimbrel.wire.sources import parse_source, redacted
 
-from services.scheduler.core import jobs, lifecycle
+from services.scheduler.core import jobs, lifecycle, operations
 from services.scheduler.core.instances import InstanceEvent
+from services.scheduler.core.manifests import ManifestFacts, facts_of
 from services.scheduler.core.models import Job, Model
 from services.scheduler.core.step import Step
 
 #: What an agent says of a job on its way; how it ended is a message of its own.
 STAGES_ON_THE_WAY = (JobStage.DOWNLOADING, JobStage.CONVERTING, JobStage.VERIFYING, JobStage.PUBLISHING)
-
-
-class ManifestFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler reads in a checkpoint's manifest; the rest is for others."""
-
-    parameter_count: int
-    architecture: str | None
 
 
 def on_deploy_model(step: Step, message: DeployModel, reply_to: str | None) -> None:
@@ -69,6 +64,9 @@ def on_deploy_model(step: Step, message: DeployModel, reply_to: str | None) -> N
     assert model is not None, "an open job has its model"
     if message.keep_alive_s is not None and message.keep_alive_s != model.record.keep_alive_s:
         step.change_model(model, keep_alive_s=message.keep_alive_s)
+    if message.scaling is not None and message.scaling != model.record.scaling:
+        step.change_model(model, scaling=message.scaling)
+        operations.note_minimum(step, model)
     step.answer(reply_to, DeployModelReply(job_id=job.job_id, state=model.record.state))
 
 
@@ -97,7 +95,7 @@ def on_import_finished(step: Step, message: ImportFinished, reply_to: str | None
     if job is None or not job.record.is_open:
         return
     try:
-        facts = msgspec.json.decode(message.manifest, type=ManifestFacts)
+        facts = facts_of(message.manifest)
     except msgspec.DecodeError as cause:
         error = ImportFailed(model_id=job.model_id, stage="manifest", reason=f"its manifest is not valid: {cause}")
         jobs.fail(step, job, error_reply(error))
@@ -122,6 +120,8 @@ def _check(message: DeployModel) -> None:
     keep_alive_s = message.keep_alive_s
     if keep_alive_s is not None and not (math.isfinite(keep_alive_s) and keep_alive_s >= 0.0):
         raise InvalidRequest(field="keep_alive_s", reason="must be a number of seconds, 0 or more")
+    if message.scaling is not None:
+        operations.check_scaling(message.scaling)
 
 
 def _add_model(step: Step, message: DeployModel, job: Job, model: Model | None) -> Model:
@@ -138,6 +138,7 @@ def _add_model(step: Step, message: DeployModel, job: Job, model: Model | None) 
         model_config=b"",
         created_at_s=step.wall_s,
         keep_alive_s=message.keep_alive_s,
+        scaling=message.scaling or Scaling(),
     )
     model = model or Model(record=record)
     model.record = record
@@ -157,7 +158,9 @@ def _publish(step: Step, model: Model, message: ImportFinished, facts: ManifestF
         parameter_count=facts.parameter_count,
         architecture=facts.architecture or "",
         model_config=message.model_config,
+        partition_bytes=facts.partition_bytes,
     )
+    operations.note_minimum(step, model)
     step.tell(
         ModelDeployed(
             model_id=model.model_id,

@@ -126,6 +126,8 @@ class Instance:
     ready_s: float = 0.0
     idle_since_s: float = 0.0
     held_until_s: float | None = None
+    #: It came back soon after it had to go for another model, so it is kept until then, whoever waits (no thrash).
+    kept_until_s: float | None = None
     unload_sent_s: float = -inf
     active: dict[str, Running] = field(default_factory=dict)
     promised: dict[str, float] = field(default_factory=dict)
@@ -139,9 +141,18 @@ class Instance:
         return self.record.state
 
     @property
+    def is_kept(self) -> bool:
+        return self.kept_until_s is not None
+
+    @property
     def requests(self) -> int:
         """Running ones, as routers count them."""
         return sum(running.count for running in self.active.values())
+
+    @property
+    def demand(self) -> int:
+        """Requests that run on it or are on their way to it."""
+        return self.requests + len(self.promised)
 
     def accepts(self, event: InstanceEvent) -> bool:
         """Whether the event is news in this state."""

@@ -17,11 +17,11 @@ from whimbrel.wire.records import InstanceRecord, InstanceState
 
 from services.scheduler.core import commands
 from services.scheduler.core.bandwidth import observe_overhead
+from services.scheduler.core.decisions import Placement
 from services.scheduler.core.instances import Instance, InstanceEvent
 from services.scheduler.core.models import Model
-from services.scheduler.core.placement import Placement
 from services.scheduler.core.ready import ToAgent
-from services.scheduler.core.settings import PROMISE_S, REFUSED_HOLD_S
+from services.scheduler.core.settings import PROMISE_S, REFUSED_HOLD_S, THRASH_LOADS_MAX
 from services.scheduler.core.step import Step
 
 # Why an instance ends that was asked to.
@@ -31,13 +31,15 @@ UNLOADED = "unloaded"
 def start_load(step: Step, model: Model, placement: Placement) -> None:
     """→ LOADING. Agent and worker are told at the same moment, so that the skeleton is built while bytes move (L6)."""
     estimate = placement.estimate
+    slot, *more_slots = _in_partition_order(model, placement.slots)
     instance = Instance(
         record=InstanceRecord(
             instance_id=step.new_id("ins"),
             model_id=model.model_id,
             checkpoint_digest=model.record.checkpoint_digest,
             server_id=placement.server_id,
-            slot=placement.slot,
+            slot=slot,
+            more_slots=tuple(more_slots),
             state=InstanceState.LOADING,
             task_id=step.new_id("task"),
             source_tier=estimate.source_tier,
@@ -74,6 +76,7 @@ def become_ready(step: Step, instance: Instance) -> None:
     cluster = step.cluster
     instance.enter(InstanceEvent.BECAME_READY)
     instance.ready_s = instance.idle_since_s = step.now
+    _keep_against_thrash(step, instance)
     instance.record = _with_stages(instance)
     _learn_overhead(step, instance)
     cluster.servers[instance.record.server_id].queues.remove(instance.record.task_id, now=step.now)
@@ -100,7 +103,7 @@ def evict(step: Step, instance: Instance) -> None:
     """READY → UNLOADING. The worker may refuse: it knows best whether it is idle."""
     instance.enter(InstanceEvent.EVICTED)
     step.save(instance.record)
-    step.cluster.touch(instance.record.server_id)
+    step.cluster.touch_peers(instance)
     commands.command_unload(step, instance)
 
 
@@ -124,7 +127,7 @@ def drain(step: Step, instance: Instance) -> None:
     """READY → DRAINING. Running requests end, new ones wait for another instance of the model."""
     instance.enter(InstanceEvent.DRAINED)
     step.save(instance.record)
-    step.cluster.touch(instance.record.server_id)
+    step.cluster.touch_peers(instance)
     step.send_routers(commands.route_added(instance))
     commands.command_unload(step, instance)
 
@@ -168,6 +171,24 @@ def _leave(step: Step, instance: Instance, event: InstanceEvent) -> None:
         router.counted.pop(record.instance_id, None)
     for reservation in step.cluster.reservations.values():
         reservation.waiting_for.discard(record.instance_id)
+
+
+def _in_partition_order(model: Model, slots: tuple[int, ...]) -> tuple[int, ...]:
+    """Placement counts partitions from the largest, checkpoints in their own order."""
+    sizes = model.record.partition_bytes
+    if len(slots) < len(sizes):
+        return slots
+    by_size = sorted(range(len(sizes)), key=lambda k: -sizes[k])
+    return tuple(slots[by_size.index(k)] for k in range(len(sizes))) or slots
+
+
+def _keep_against_thrash(step: Step, instance: Instance) -> None:
+    """A model that comes back right after it had to go for another is kept for as long as that one may wait, so that
+    requests collate: two models that share a slot swap once per `fair_wait_s`, not once per request."""
+    model = step.cluster.models[instance.record.model_id]
+    load_s = instance.ready_s - instance.placed_s
+    if instance.placed_s - model.displaced_s <= THRASH_LOADS_MAX * load_s:
+        instance.kept_until_s = step.now + min(step.settings.fair_wait_s, load_s)
 
 
 def _with_stages(instance: Instance) -> InstanceRecord:

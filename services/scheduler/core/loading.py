@@ -23,7 +23,7 @@ from services.scheduler.core import lifecycle, waiting
 from services.scheduler.core.bandwidth import observe_transfer
 from services.scheduler.core.instances import Instance, InstanceEvent
 from services.scheduler.core.models import Model
-from services.scheduler.core.settings import LOAD_REPORT_WAIT_S, LOAD_TRIES_MAX, LOST_TRIES_MAX
+from services.scheduler.core.settings import BLOCKED_S, LOAD_REPORT_WAIT_S, LOAD_TRIES_MAX, LOST_TRIES_MAX
 from services.scheduler.core.step import Step, sentence
 
 
@@ -149,6 +149,7 @@ def _go_on(step: Step, model: Model, instance: Instance, error: ErrorReply, *, i
     if is_final or not model.waiters:
         waiting.fail_waiters(step, model, error)
         model.forgive()
+        model.blocked_until_s = step.now + BLOCKED_S
     else:
         model.avoid |= {instance.record.server_id}
         step.wanted[model.model_id] = None

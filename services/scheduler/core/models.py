@@ -30,6 +30,11 @@ class Model:
     load_failures: int = 0
     losses: int = 0
     avoid: frozenset[str] = frozenset()
+    # Scaling: since when there are more instances than its demand asks for, and when one had to go for another model.
+    surplus_since_s: float | None = None
+    displaced_s: float = -inf
+    #: Its last load failed for good; until then it is not loaded again for its minimum alone.
+    blocked_until_s: float = -inf
     # Deletion: who removed its copies, who was asked and when, who removes it from the repository.
     removed: set[str] = field(default_factory=set)
     remove_sent_s: dict[str, float] = field(default_factory=dict)
@@ -87,11 +92,11 @@ class Job:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Reservation:
-    """A slot that a model waits for. `waiting_for` are the instances that must go first; a drain may take long, so
+    """Slots that a model waits for. `waiting_for` are the instances that must go first; a drain may take long, so
     meanwhile the model may be placed elsewhere."""
 
     model_id: str
     server_id: str
-    slot: int
+    slots: tuple[int, ...]
     waiting_for: set[str]
     is_drain: bool

@@ -20,7 +20,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands
+from services.scheduler.core import commands, operations
 from services.scheduler.core.models import Model
 from services.scheduler.core.servers import Server, Slot
 from services.scheduler.core.step import Step
@@ -53,6 +53,8 @@ def on_get_cluster(step: Step, message: GetCluster, reply_to: str | None) -> Non
     cluster = step.cluster
     reply = GetClusterReply(
         scheduler_epoch=step.epoch,
+        scheduler_id=step.scheduler_id,
+        policy=step.settings.policy,
         servers=tuple(_summarise_server(step, cluster.servers[k]) for k in sorted(cluster.servers)),
         routers=tuple(sorted(cluster.routers)),
         waiting_requests=cluster.waiting_requests,
@@ -62,7 +64,6 @@ def on_get_cluster(step: Step, message: GetCluster, reply_to: str | None) -> Non
 
 def _summarise(step: Step, model: Model) -> ModelSummary:
     record = model.record
-    keep_alive_s = step.settings.keep_alive_s if record.keep_alive_s is None else record.keep_alive_s
     return ModelSummary(
         model_id=record.model_id,
         state=record.state,
@@ -72,7 +73,7 @@ def _summarise(step: Step, model: Model) -> ModelSummary:
         architecture=record.architecture,
         source=record.source,
         created_at_s=record.created_at_s,
-        keep_alive_s=keep_alive_s,
+        keep_alive_s=operations.model_keep_alive_s(step, model),
         instances=tuple(
             instance.instance_id
             for instance in step.cluster.instances_of(model)
@@ -81,6 +82,8 @@ def _summarise(step: Step, model: Model) -> ModelSummary:
         waiting_requests=len(model.waiters),
         residency=_residency(step, model),
         job_id=record.job_id,
+        scaling=record.scaling,
+        desired_instances=operations.desired_instances(step, model),
     )
 
 
@@ -116,6 +119,8 @@ def _summarise_server(step: Step, server: Server) -> ServerSummary:
             for tier, record in server.bandwidths.items()
             if record.seconds_per_byte > 0.0
         },
+        is_cordoned=server.is_cordoned,
+        is_draining=server.is_draining,
     )
 
 

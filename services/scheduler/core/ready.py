@@ -8,7 +8,7 @@ from whimbrel.wire.events import PublicEvent
 from whimbrel.wire.messages import Message
 from whimbrel.wire.records import Record
 
-from services.scheduler.core.placement import Decision
+from services.scheduler.core.decisions import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

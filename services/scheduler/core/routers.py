@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from whimbrel.wire.messages import InferenceFinished, InferenceStarted, RouterHeartbeat
 
-from services.scheduler.core import waiting
+from services.scheduler.core import counts, waiting
 from services.scheduler.core.instances import Instance, Running
 from services.scheduler.core.servers import Router
 from services.scheduler.core.step import Step
@@ -20,7 +20,9 @@ def on_inference_started(step: Step, message: InferenceStarted, reply_to: str | 
     waiting.keep_promise(step, instance, message.request_id)
     _running(instance, message.router_id).start(message.request_id)
     _settle(step, instance, step.cluster.hear_router(message.router_id, now=step.now))
-    waiting.remove_waiter(step, step.cluster.models[instance.record.model_id], message.request_id)
+    model = step.cluster.models[instance.record.model_id]
+    waiting.remove_waiter(step, model, message.request_id)
+    counts.want_more(step, model)
 
 
 def on_inference_finished(step: Step, message: InferenceFinished, reply_to: str | None) -> None:

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from math import inf
 
 from whimbrel.wire.messages import AgentHeartbeat, Tier, WorkerHeartbeat
-from whimbrel.wire.records import BandwidthRecord
+from whimbrel.wire.records import BandwidthRecord, ServerRecord
 
 from services.scheduler.core.bandwidth import prior
 from services.scheduler.core.estimates import PathSpeed, path_speeds
-from services.scheduler.core.placement import ServerView
 from services.scheduler.core.queues import PathQueues
 from services.scheduler.core.residency import Residency, Resident
+from services.scheduler.core.views import ServerView, Shape, SlotView
+
+# What a worker says of a slot that maps models from the pool, instead of copying them to a device.
+HOST_DEVICE = "cpu"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,6 +42,16 @@ class Slot:
         is_heard = self.is_alive and self.heartbeat is not None
         return is_heard and self.owner is None and self.occupant is None and self.reserved_for is None
 
+    @property
+    def is_host(self) -> bool:
+        """Whether models are mapped here from the server's pool; assumed until its worker says otherwise."""
+        return self.heartbeat is None or self.heartbeat.device == HOST_DEVICE
+
+    def view(self) -> SlotView:
+        """What placement sees of it."""
+        heartbeat = self.heartbeat
+        return SlotView(self.slot, 0 if heartbeat is None or self.is_host else heartbeat.memory_size_bytes)
+
     def active_requests(self, instance_id: str) -> int:
         """What the worker itself counts for this instance."""
         if self.heartbeat is None or self.heartbeat.instance_id != instance_id:
@@ -63,6 +76,9 @@ class Server:
     bandwidths: dict[Tier, BandwidthRecord] = field(default_factory=dict)
     instances: dict[str, None] = field(default_factory=dict)
     residency: Residency = field(default_factory=Residency)
+    #: What operators decided about it; None when nothing ever was.
+    record: ServerRecord | None = None
+    is_drain_told: bool = False
     view: ServerView | None = None
     capacity_bytes: int = 0
     _speeds: dict[Tier, PathSpeed] | None = None
@@ -82,6 +98,24 @@ class Server:
     def bandwidth(self, tier: Tier) -> BandwidthRecord:
         """What is known of a tier, be it only a prior."""
         return self.bandwidths.get(tier) or prior(self.server_id, tier, self.probe_bytes_per_s)
+
+    @property
+    def is_cordoned(self) -> bool:
+        return self.record is not None and self.record.is_cordoned
+
+    @property
+    def is_draining(self) -> bool:
+        return self.record is not None and self.record.is_draining
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its slots map models from the pool."""
+        return all(slot.is_host for slot in self.slots.values())
+
+    def shape(self) -> Shape:
+        """How large it is, whatever is on it."""
+        memories = sorted((slot.view().memory_bytes for slot in self.slots.values()), reverse=True)
+        return Shape(self.is_host, self.capacity_bytes, tuple(memories))
 
     @property
     def probe_bytes_per_s(self) -> float:

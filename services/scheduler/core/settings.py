@@ -29,6 +29,8 @@ class Settings:
     #: Models and open imports. A catalogue is kept in memory, with each model's config.
     models_max: int = 10_000
     imports_max: int = 64
+    #: How servers are chosen; see policies.py.
+    policy: str = "migration"
 
 
 #: Time in which a request that was given a route reaches its worker; until then its instance is not idle.
@@ -45,6 +47,10 @@ LOAD_TRIES_MAX = 2
 LOST_TRIES_MAX = 4
 #: A step that comes so late means that we were not listening (the store was away): nobody is lost for that.
 PAUSE_S = 1.0
+#: A model that nobody waits for, whose load failed for good, is loaded again for its minimum only after so long.
+BLOCKED_S = 15.0
+#: A model that is loaded again within so many of its loading times since it had to go for another model shows thrash.
+THRASH_LOADS_MAX = 20.0
 #: Lost servers are remembered for so long: their room counts when a model seems too large for the cluster.
 FORGET_SERVER_S = 300.0
 #: Import jobs kept after their end, for those who ask how it went.

@@ -9,12 +9,12 @@ import msgspec
 from whimbrel.wire.codec import error_of
 from whimbrel.wire.errors import ProtocolError
 from whimbrel.wire.events import PublicEvent
-from whimbrel.wire.messages import ErrorReply, Message, ModelState
+from whimbrel.wire.messages import ErrorReply, Message
 from whimbrel.wire.records import Forget, Record
 
 from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.decisions import Decision
 from services.scheduler.core.models import Model
-from services.scheduler.core.placement import Decision
 from services.scheduler.core.ready import Address, Outgoing, Ready, Reply, ToRouter
 from services.scheduler.core.settings import Settings
 
@@ -38,11 +38,12 @@ class Question:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Step:
-    """`now` is monotonic, `wall_s` wall-clock time; `epoch` that of the scheduler's life; `new_id` makes ids."""
+    """`now` is monotonic, `wall_s` wall-clock time; `epoch` and `scheduler_id` say whose life; `new_id` makes ids."""
 
     now: float
     wall_s: float
     epoch: int
+    scheduler_id: str
     cluster: Cluster
     settings: Settings
     new_id: Callable[[str], str]
@@ -60,7 +61,7 @@ class Step:
         """Make it durable before anything of this step is said."""
         self._records.append(record)
 
-    def change_model(self, model: Model, **changes: str | int | float | bytes | ModelState) -> None:
+    def change_model(self, model: Model, **changes: object) -> None:
         """Some fields of its record."""
         model.record = msgspec.structs.replace(model.record, **changes)
         self.save(model.record)

@@ -5,7 +5,7 @@ All of it is immutable, so a decision can be explained later from what it was ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,9 @@ from whimbrel.wire.messages import Tier
 from services.scheduler.core.estimates import PathSpeed
 from services.scheduler.core.queues import NO_WAIT, PathWait
 from services.scheduler.core.residency import Resident
+
+#: For a checkpoint of which a server has nothing: all of its bytes come from the repository.
+NO_RESIDENT = Resident(Tier.REMOTE, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +122,19 @@ class Snapshot:
 
     servers: tuple[ServerView, ...]
     shapes: frozenset[Shape] | None
+
+
+def choose_slots(task: Task, slots: Sequence[SlotView], *, is_host: bool) -> tuple[int, ...] | None:
+    """Slots for the task, one per partition in their order (on a host one for all): for each the smallest that is large
+    enough, which leaves most for others. None when they don't suffice."""
+    left = sorted(slots, key=lambda slot: (slot.memory_bytes, slot.slot))
+    if is_host:
+        return (left[0].slot,) if left else None
+    chosen: list[int] = []
+    for size_bytes in task.partition_bytes:
+        fitting = next((slot for slot in left if slot.memory_bytes == 0 or slot.memory_bytes >= size_bytes), None)
+        if fitting is None:
+            return None
+        left.remove(fitting)
+        chosen.append(fitting.slot)
+    return tuple(chosen)

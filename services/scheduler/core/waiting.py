@@ -21,9 +21,11 @@ from whimbrel.wire.messages import (
 from whimbrel.wire.records import InstanceState
 
 from services.scheduler.core import commands, lifecycle
+from services.scheduler.core.decisions import NeverFits, Placement
 from services.scheduler.core.instances import Instance
+from services.scheduler.core.kept import KeptDecision
 from services.scheduler.core.models import Model, Reservation, Waiter
-from services.scheduler.core.placement import NeverFits, Placement, Task, choose
+from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.ready import ToRouter
 from services.scheduler.core.settings import PROMISE_S
 from services.scheduler.core.step import Question, Step
@@ -76,8 +78,9 @@ def remove_waiter(step: Step, model: Model, request_id: str) -> None:
     step.cluster.waiting_requests -= 1
     if not model.waiters:
         del step.cluster.waiting[model.model_id]
-        step.cluster.release(model.model_id)
         model.forgive()
+        if step.cluster.shortfall(model) <= 0:
+            step.cluster.release(model.model_id)
 
 
 def expire(step: Step) -> None:
@@ -135,20 +138,16 @@ def _by_age(step: Step, model_ids: Iterable[str]) -> list[Model]:
 
 
 def _place(step: Step, model: Model) -> bool:
-    """Whether the model needed an instance and has, or will soon have, a slot for it."""
+    """Whether the model needed an instance and has, or will soon have, slots for it."""
     cluster = step.cluster
-    if not model.waiters or not model.is_servable or cluster.standing_instance(model) is not None:
+    if cluster.shortfall(model) <= 0:
         return False
     reservation = cluster.reservations.get(model.model_id)
     if reservation is not None and not reservation.is_drain:
         return False
-    task = Task(
-        model_id=model.model_id,
-        checkpoint_digest=model.record.checkpoint_digest,
-        size_bytes=model.record.size_bytes,
-        avoid=model.avoid,
-    )
-    decision = choose(cluster.snapshot(step.now), task, step.now)
+    policy = step.settings.policy
+    decision = POLICIES[policy](cluster.snapshot(step.now), cluster.task_of(model), step.now)
+    cluster.decisions[model.model_id] = KeptDecision(decision=decision, decided_s=step.now, policy=policy)
     step.decide(decision)
     if isinstance(decision, NeverFits):
         need_bytes, capacity_bytes = decision.need_bytes, decision.capacity_bytes
@@ -156,6 +155,8 @@ def _place(step: Step, model: Model) -> bool:
         fail_waiters(step, model, error_reply(error))
     if not isinstance(decision, Placement):
         return False
+    assert not decision.moves, "no worker can hand over what it runs, so nothing is movable"
+    assert not decision.stopped, "nor can it be stopped and go on elsewhere"
     cluster.release(model.model_id)
     if decision.evict:
         _evict_for(step, model, decision)
@@ -170,13 +171,15 @@ def _evict_for(step: Step, model: Model, placement: Placement) -> None:
         Reservation(
             model_id=model.model_id,
             server_id=placement.server_id,
-            slot=placement.slot,
+            slots=placement.slots,
             waiting_for=set(placement.evict),
             is_drain=False,
         )
     )
     for instance_id in placement.evict:
-        lifecycle.evict(step, step.cluster.instances[instance_id])
+        instance = step.cluster.instances[instance_id]
+        step.cluster.models[instance.record.model_id].displaced_s = step.now
+        lifecycle.evict(step, instance)
 
 
 def _add_waiter(step: Step, model: Model, message: PlaceModel) -> None:
@@ -215,17 +218,27 @@ def _tell_waiting(step: Step, question: Question) -> PlaceModelReply | ErrorRepl
     if question.request_id in step.failed:
         return step.failed[question.request_id]
     model = step.cluster.models[question.model_id]
-    instance = step.cluster.standing_instance(model)
-    if instance is None or instance.state is InstanceState.UNLOADING:
+    ready = step.cluster.ready_instance(model)
+    if ready is not None:
+        return _promise(step, ready, question.request_id)
+    loading = _next_ready(step, model)
+    if loading is None:
         return PlaceModelReply(waiting_for=WaitStage.DEFERRED)
-    if instance.state is InstanceState.READY:
-        return _promise(step, instance, question.request_id)
-    return PlaceModelReply(waiting_for=instance.stage, remaining_s=_remaining_s(step, model))
+    return PlaceModelReply(waiting_for=loading.stage, remaining_s=_remaining_s(step, model))
 
 
 def _remaining_s(step: Step, model: Model) -> float | None:
     """What is left of the estimate of the model's load."""
-    instance = step.cluster.standing_instance(model)
-    if instance is None or instance.state is not InstanceState.LOADING:
-        return None
-    return max(0.0, instance.placed_s + instance.record.estimate_s - step.now)
+    instance = _next_ready(step, model)
+    return None if instance is None else max(0.0, _expected_s(instance) - step.now)
+
+
+def _next_ready(step: Step, model: Model) -> Instance | None:
+    """Of those that load, the one that should be ready first."""
+    loading = (i for i in step.cluster.instances_of(model) if i.state is InstanceState.LOADING)
+    return min(loading, key=_expected_s, default=None)
+
+
+def _expected_s(instance: Instance) -> float:
+    """When it should be ready."""
+    return instance.placed_s + instance.record.estimate_s

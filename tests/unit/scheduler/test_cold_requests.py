@@ -21,7 +21,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceRecord, InstanceState
 
-from services.scheduler.core.placement import Deferred, NeverFits, Placement
+from services.scheduler.core.decisions import Deferred, NeverFits, Placement
 from services.scheduler.core.ready import Arrived, Reply, ToAgent, ToWorker
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, became_ready, load_finished, place

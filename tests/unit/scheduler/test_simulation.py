@@ -34,8 +34,8 @@ def check_invariants(cluster: ToyCluster, ready: Ready) -> None:
     assert state.waiting_requests == sum(len(model.waiters) for model in state.models.values())
     assert set(state.waiting) == {model.model_id for model in state.models.values() if model.waiters}
     for model_id, reservation in state.reservations.items():
-        slot = state.servers[reservation.server_id].slots[reservation.slot]
-        assert slot.reserved_for == model_id
+        slots = [state.servers[reservation.server_id].slots[slot] for slot in reservation.slots]
+        assert all(slot.reserved_for == model_id for slot in slots)
         assert state.models[model_id].waiters, "a slot is kept for nobody"
     reserved = [slot.reserved_for for slot in state.slots() if slot.reserved_for is not None]
     assert sorted(reserved) == sorted(state.reservations)

@@ -241,6 +241,8 @@ class ToyWorker:
     model_id: str | None = None
     requests: dict[str, ToyRequest] = field(default_factory=dict)
     is_alive: bool = True
+    device: str = "cpu"
+    memory_bytes: int = 0
 
     def on(self, message: Message) -> None:
         match message:
@@ -324,7 +326,8 @@ class ToyWorker:
                 server_id=self.server_id,
                 slot=self.slot,
                 epoch=self.epoch,
-                device="cpu",
+                device=self.device,
+                memory_size_bytes=self.memory_bytes,
                 state=self.state,
                 instance_id=self.instance_id,
                 model_id=self.model_id,
@@ -425,10 +428,9 @@ class ToyRouter:
     def request(self, request_id: str, model_id: str, *, run_s: float = 0.1) -> ToyRequest:
         request = ToyRequest(self, request_id, model_id, run_s, self.cluster.now)
         self.requests[request_id] = request
-        for route in self.routes.values():
-            if route.model_id == model_id and route.state is RouteState.READY:
-                request.take(route)
-                break
+        usable = [r for r in self.routes.values() if r.model_id == model_id and r.state is RouteState.READY]
+        if usable:
+            request.take(min(usable, key=lambda route: self._running(route.instance_id)))
         request.ask()
         return request
 
@@ -468,6 +470,9 @@ class ToyRouter:
     def say(self, message: Message) -> None:
         if self.is_alive:
             self.cluster.to_scheduler(message)
+
+    def _running(self, instance_id: str) -> int:
+        return sum(r.instance_id == instance_id and not r.is_over for r in self.requests.values())
 
     def beat(self) -> None:
         running: dict[str, int] = {}

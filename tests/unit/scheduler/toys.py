@@ -13,6 +13,7 @@ from whimbrel.wire.messages import (
     ErrorReply,
     Message,
     ModelState,
+    Scaling,
     Tier,
     WorkerState,
 )
@@ -37,7 +38,14 @@ from tests.unit.scheduler.toy_peers import GB, ToyAgent, ToyRouter, ToyWorker
 DELAY_S = 0.001
 
 
-def a_model_record(model_id: str, *, size_bytes: int = GB // 4, keep_alive_s: float | None = None) -> ModelRecord:
+def a_model_record(
+    model_id: str,
+    *,
+    size_bytes: int = GB // 4,
+    keep_alive_s: float | None = None,
+    scaling: Scaling = Scaling(),  # noqa: B008 (frozen)
+    partition_bytes: tuple[int, ...] = (),
+) -> ModelRecord:
     return ModelRecord(
         model_id=model_id,
         state=ModelState.READY,
@@ -50,6 +58,8 @@ def a_model_record(model_id: str, *, size_bytes: int = GB // 4, keep_alive_s: fl
         model_config=b"{}",
         created_at_s=0.0,
         keep_alive_s=keep_alive_s,
+        scaling=scaling,
+        partition_bytes=partition_bytes,
     )
 
 
@@ -125,8 +135,10 @@ class ToyCluster:
         agent.is_alive = False
         return agent
 
-    def start_worker(self, server_id: str, slot: int) -> ToyWorker:
-        worker = self.workers[server_id, slot] = ToyWorker(self, server_id, slot, next(self._epochs))
+    def start_worker(self, server_id: str, slot: int, *, device: str = "cpu", memory_bytes: int = 0) -> ToyWorker:
+        worker = self.workers[server_id, slot] = ToyWorker(
+            self, server_id, slot, next(self._epochs), device=device, memory_bytes=memory_bytes
+        )
         worker.beat()
         return worker
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 from whimbrel.wire.messages import Tier
 
+from services.scheduler.core.decisions import Decision, Deferred, NeverFits, Placement, Refusal
 from services.scheduler.core.estimates import PathSpeed
-from services.scheduler.core.placement import (
-    Decision,
-    Deferred,
-    IdleInstance,
-    NeverFits,
-    Placement,
-    Refusal,
-    ServerView,
-    Snapshot,
-    Task,
-    choose,
-)
+from services.scheduler.core.policies import migration
 from services.scheduler.core.queues import PathWait
 from services.scheduler.core.residency import Resident
+from services.scheduler.core.views import Occupant, ServerView, Shape, SlotView, Snapshot, Task
 
 GB = 10**9
 SPEEDS = {
@@ -36,7 +28,7 @@ def a_server(
     *,
     tier: Tier | None = None,
     free: tuple[int, ...] = (0,),
-    idle: tuple[IdleInstance, ...] = (),
+    idle: tuple[Occupant, ...] = (),
     queue_s: float = 0.0,
     capacity_bytes: int = 10 * GB,
     used_bytes: int = 0,
@@ -44,8 +36,8 @@ def a_server(
     return ServerView(
         server_id=server_id,
         capacity_bytes=capacity_bytes,
-        used_bytes=used_bytes + sum(instance.size_bytes for instance in idle),
-        free_slots=free,
+        used_bytes=used_bytes + sum(instance.room_bytes for instance in idle),
+        free_slots=tuple(SlotView(slot) for slot in free),
         idle=idle,
         waits={tier or Tier.REMOTE: PathWait(NOW + queue_s / 2, queue_s / 2)},
         residency={} if tier is None else {("a", "d"): Resident(tier, GB)},
@@ -53,14 +45,29 @@ def a_server(
     )
 
 
-def an_idle(instance_id: str, *, slot: int = 0, size_bytes: int = GB, since_s: float = 0.0) -> IdleInstance:
-    return IdleInstance(instance_id=instance_id, slot=slot, size_bytes=size_bytes, idle_since_s=since_s, reload_s=0.2)
+def a_task(size_bytes: int = GB, *, digest: str = "d", avoid: frozenset[str] = frozenset()) -> Task:
+    return Task(
+        model_id="a", checkpoint_digest=digest, size_bytes=size_bytes, partition_bytes=(size_bytes,), avoid=avoid
+    )
+
+
+def an_idle(
+    instance_id: str, *, slot: int = 0, size_bytes: int = GB, since_s: float = 0.0, reload_s: float = 0.2
+) -> Occupant:
+    task = Task(model_id="x", checkpoint_digest="dx", size_bytes=size_bytes, partition_bytes=(size_bytes,))
+    return Occupant(
+        instance_id=instance_id,
+        slots=(SlotView(slot),),
+        task=task,
+        room_bytes=size_bytes,
+        idle_since_s=since_s,
+        reload_s=reload_s,
+    )
 
 
 def place(*servers: ServerView, size_bytes: int = GB, avoid: frozenset[str] = frozenset()) -> Decision:
-    capacity = max((server.capacity_bytes for server in servers), default=None)
-    task = Task(model_id="a", checkpoint_digest="d", size_bytes=size_bytes, avoid=avoid)
-    return choose(Snapshot(servers=servers, capacity_bytes_max=capacity), task, NOW)
+    shapes = frozenset(Shape(True, server.capacity_bytes, ()) for server in servers)
+    return migration(Snapshot(servers=servers, shapes=shapes), a_task(size_bytes, avoid=avoid), NOW)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +151,7 @@ def test_the_answer_names_server_slot_and_terms_and_keeps_every_candidate() -> N
         a_server("s3", used_bytes=10 * GB),
     )
     assert isinstance(decision, Placement)
-    assert (decision.server_id, decision.slot) == ("s0", 3)
+    assert (decision.server_id, decision.slots) == ("s0", (3,))
     assert decision.estimate.queue_s == pytest.approx(2.0)
     assert decision.estimate.transfer_s == pytest.approx(1.0)
     assert decision.estimate.overhead_s == pytest.approx(0.1)
@@ -156,8 +163,7 @@ def test_the_answer_names_server_slot_and_terms_and_keeps_every_candidate() -> N
 def test_only_the_same_checkpoint_counts_as_resident() -> None:
     """C1"""
     server = a_server("s0", tier=Tier.DRAM)
-    task = Task(model_id="a", checkpoint_digest="another", size_bytes=GB)
-    decision = choose(Snapshot(servers=(server,), capacity_bytes_max=None), task, NOW)
+    decision = migration(Snapshot(servers=(server,), shapes=None), a_task(digest="another"), NOW)
     assert isinstance(decision, Placement)
     assert decision.estimate.source_tier is Tier.REMOTE
 
@@ -167,17 +173,25 @@ def test_the_longest_idle_instance_is_evicted_and_its_slot_used() -> None:
     idle = (an_idle("old", slot=4, since_s=1.0), an_idle("new", slot=2, since_s=9.0))
     decision = place(a_server("s0", free=(), idle=idle))
     assert isinstance(decision, Placement)
-    assert (decision.evict, decision.slot) == (("old",), 4)
+    assert (decision.evict, decision.slots) == (("old",), (4,))
+
+
+def test_what_is_cheapest_to_bring_back_is_evicted_before_what_is_idle_longest() -> None:
+    """C6: models count equally, so what its eviction may cost its next request is what counts."""
+    idle = (an_idle("old", slot=4, since_s=1.0, reload_s=0.3), an_idle("new", slot=2, since_s=9.0, reload_s=0.2))
+    decision = place(a_server("s0", free=(), idle=idle))
+    assert isinstance(decision, Placement)
+    assert decision.evict == ("new",)
 
 
 def test_as_many_idle_instances_go_as_the_model_needs_room() -> None:
     idle = (an_idle("i1", slot=1), an_idle("i2", slot=2), an_idle("i3", slot=3))
     decision = place(a_server("s0", free=(0,), idle=idle, capacity_bytes=4 * GB), size_bytes=2 * GB)
     assert isinstance(decision, Placement)
-    assert (decision.evict, decision.slot) == (("i1",), 0)
+    assert (decision.evict, decision.slots) == (("i1",), (0,))
     decision = place(a_server("s0", free=(), idle=idle, capacity_bytes=4 * GB), size_bytes=3 * GB)
     assert isinstance(decision, Placement)
-    assert (decision.evict, decision.slot) == (("i1", "i2"), 1)
+    assert (decision.evict, decision.slots) == (("i1", "i2"), (1,))
 
 
 def test_idle_instances_that_are_not_enough_are_left_alone() -> None:
@@ -200,8 +214,7 @@ def test_a_model_that_no_server_can_hold_is_refused_naming_need_and_capacity() -
 
 
 def test_nothing_is_refused_for_ever_before_the_largest_server_was_heard() -> None:
-    task = Task(model_id="a", checkpoint_digest="d", size_bytes=30 * GB)
-    decision = choose(Snapshot(servers=(a_server("s0"),), capacity_bytes_max=None), task, NOW)
+    decision = migration(Snapshot(servers=(a_server("s0"),), shapes=None), a_task(30 * GB), NOW)
     assert isinstance(decision, Deferred)
 
 
@@ -213,3 +226,37 @@ def test_a_server_that_just_failed_comes_last_but_is_better_than_none() -> None:
     decision = place(fast, avoid=frozenset({"s0"}))
     assert isinstance(decision, Placement)
     assert decision.server_id == "s0"
+
+
+def test_nothing_is_placed_on_a_cordoned_server() -> None:
+    cordoned = dataclasses.replace(a_server("s0", tier=Tier.DRAM), is_cordoned=True)
+    decision = place(cordoned, a_server("s1"))
+    assert isinstance(decision, Placement)
+    assert decision.server_id == "s1"
+    assert decision.reasons.candidates()[-1].refusal is Refusal.CORDONED
+    assert isinstance(place(cordoned), Deferred), "it may come back"
+
+
+def a_gpu_server(server_id: str, *memories: int) -> ServerView:
+    slots = tuple(SlotView(number, memory * GB) for number, memory in enumerate(memories))
+    return dataclasses.replace(a_server(server_id), free_slots=slots, is_host=False)
+
+
+def two_partitions(large: int, small: int) -> Task:
+    return dataclasses.replace(a_task((large + small) * GB), partition_bytes=(large * GB, small * GB))
+
+
+def test_each_partition_gets_the_smallest_slot_that_has_memory_for_it() -> None:
+    """E2, M5: heterogeneous slots."""
+    decision = migration(Snapshot(servers=(a_gpu_server("s0", 4, 1, 2),), shapes=None), two_partitions(2, 1), NOW)
+    assert isinstance(decision, Placement)
+    assert decision.slots == (2, 1)
+
+
+def test_a_model_that_no_device_can_hold_is_refused_even_when_the_pool_is_large_enough() -> None:
+    server = a_gpu_server("s0", 2, 2)
+    shapes = frozenset({Shape(False, 10 * GB, (2 * GB, 2 * GB))})
+    decision = migration(Snapshot(servers=(server,), shapes=shapes), two_partitions(4, 1), NOW)
+    assert decision == NeverFits(model_id="a", need_bytes=5 * GB, capacity_bytes=4 * GB)
+    bigger = shapes | {Shape(False, 10 * GB, (4 * GB, 2 * GB))}
+    assert isinstance(migration(Snapshot(servers=(server,), shapes=bigger), two_partitions(4, 1), NOW), Deferred)

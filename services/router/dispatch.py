@@ -201,12 +201,13 @@ class Dispatch:
     # What is asked about all of it.
 
     def heartbeat(self) -> RouterHeartbeat:
-        waiting = self._waiting()
+        running = ((stream, stream.request.route) for stream in self._streams.values() if stream.request.is_running)
+        parts = (s.specification.activity(route, s.progress, time.monotonic()) for s, route in running if route)
         return RouterHeartbeat(
             router_id=self.speaker.router_id,
             epoch=self.speaker.epoch,
-            active=self.routes.activity(),
-            waiting_requests=len(waiting),
+            active=self.routes.activity(parts),
+            waiting_requests=len(self._waiting()),
             oldest_wait_s=self.oldest_wait_s(),
         )
 

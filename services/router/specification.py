@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whimbrel.wire.codec import pack_tokens
-from whimbrel.wire.messages import InferenceFinished, InferenceStarted, PlaceModel, Route, Sampling, StartInference
+from whimbrel.wire.messages import (
+    InferenceFinished,
+    InferenceStarted,
+    InstanceActivity,
+    PlaceModel,
+    Route,
+    Sampling,
+    StartInference,
+)
 
 from services.router.core.progress import Progress
 from services.router.texts import ModelText
@@ -65,6 +73,15 @@ class Specification:
             prompt_tokens=len(self.tokens),
         )
 
+    def activity(self, route: Route, progress: Progress, now: float) -> InstanceActivity:
+        """M2, M3: what this request alone adds to what runs on its instance."""
+        return InstanceActivity(
+            instance_id=route.instance_id,
+            requests=1,
+            prompt_tokens=len(self.tokens),
+            running_s=progress.decoding_s(now),
+        )
+
     def finished(self, speaker: Speaker, route: Route, progress: Progress) -> InferenceFinished:
         """R5, M3: the request left this instance."""
         return InferenceFinished(
@@ -76,4 +93,5 @@ class Specification:
             output_tokens=progress.position,
             duration_s=progress.duration_s,
             token_s=progress.token_s,
+            prefill_s=progress.prefill_s or None,
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from whimbrel.chassis import telemetry
 from whimbrel.wire.events import LoadSucceeded, LoadWasLost
-from whimbrel.wire.records import InstanceState
+from whimbrel.wire.records import AccuracyRecord, BandwidthRecord, InstanceState, Record
 
+from services.scheduler.core.accuracy import quality
+from services.scheduler.core.bandwidth import spread
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decisions import Deferred, NeverFits, Placement
 from services.scheduler.core.ready import Ready
@@ -35,6 +37,26 @@ ESTIMATE_ERROR_RATIO = telemetry.histogram(
     labels=("tier",),
     buckets=RATIO_BUCKETS,
 )
+ESTIMATE_ERROR_P90_S = telemetry.gauge(
+    "whimbrel_scheduler_estimate_error_p90_seconds",
+    "What nine of ten estimates of the last loads were off by at most.",
+    labels=("server", "tier"),
+)
+ESTIMATE_ERROR_P90_SHARE = telemetry.gauge(
+    "whimbrel_scheduler_estimate_error_p90_ratio",
+    "The same as a share of what the loads took.",
+    labels=("server", "tier"),
+)
+BANDWIDTH = telemetry.gauge(
+    "whimbrel_scheduler_bandwidth_bytes_per_second",
+    "What was learned of a tier of a server.",
+    labels=("server", "tier"),
+)
+BANDWIDTH_SPREAD = telemetry.gauge(
+    "whimbrel_scheduler_bandwidth_spread_ratio",
+    "How much the last loads scatter about it, as a share of it.",
+    labels=("server", "tier"),
+)
 WAITING = telemetry.gauge("whimbrel_scheduler_waiting_requests", "Requests that wait for an instance.")
 INSTANCES = telemetry.gauge("whimbrel_scheduler_instances_count", "Instances by state.", labels=("state",))
 SERVERS = telemetry.gauge("whimbrel_scheduler_live_servers_count", "Servers whose storage agent is heard.")
@@ -57,6 +79,8 @@ def observe(ready: Ready, *, step_s: float, events: int) -> None:
                 PLACEMENTS.labels("deferred").inc()
             case NeverFits():
                 PLACEMENTS.labels("never_fits").inc()
+    for record in ready.records:
+        _observe_learned(record)
     for event in ready.events:
         if isinstance(event, LoadSucceeded):
             _observe_load(event)
@@ -73,6 +97,21 @@ def observe_cluster(cluster: Cluster) -> None:
         counts[instance.state] += 1
     for state, count in counts.items():
         INSTANCES.labels(state.value).set(count)
+
+
+def _observe_learned(record: Record) -> None:
+    """What is known of a server's tier from now on, and how well estimates made of it held."""
+    match record:
+        case BandwidthRecord(server_id=server_id, tier=tier, seconds_per_byte=seconds_per_byte, observations=seen):
+            if seen > 0 and seconds_per_byte > 0.0:
+                BANDWIDTH.labels(server_id, tier.value).set(1.0 / seconds_per_byte)
+            scatter = spread(record)
+            if scatter is not None:
+                BANDWIDTH_SPREAD.labels(server_id, tier.value).set(scatter)
+        case AccuracyRecord(server_id=server_id, tier=tier):
+            known = quality(record)
+            ESTIMATE_ERROR_P90_S.labels(server_id, tier.value).set(known.error_s_p90)
+            ESTIMATE_ERROR_P90_SHARE.labels(server_id, tier.value).set(known.error_share_p90)
 
 
 def _observe_load(event: LoadSucceeded) -> None:

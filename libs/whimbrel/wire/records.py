@@ -152,7 +152,7 @@ class ResumeRecord(Record, frozen=True, kw_only=True):
     """What was learned of computing a model's requests again on a kind of device (M1): t = a (t_in + t_out) + b.
 
     Recursive least squares with forgetting: `covariance` is the 2 × 2 matrix, row by row. `token_s` is t, the model's
-    mean time per output token (M3); 0 while unknown.
+    mean time per output token (M3); a prior while `token_observations` is 0.
     """
 
     table = "resumes"

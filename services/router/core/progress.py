@@ -86,4 +86,8 @@ class Progress:
     @property
     def decode_s(self) -> float:
         """M3: d of `t_out = d / t + 1`, the time since the first token."""
-        return 0.0 if self.first_token_at is None else self.last_token_at - self.first_token_at
+        return self.decoding_s(self.last_token_at)
+
+    def decoding_s(self, now: float) -> float:
+        """M3: d as it is at `now`, while tokens still come."""
+        return 0.0 if self.first_token_at is None else max(0.0, now - self.first_token_at)

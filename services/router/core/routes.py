@@ -1,8 +1,8 @@
-"""Owns the route table (R1): model to instances, and how many requests of this router run on each."""
+"""Owns the route table (R1): model to instances, and how many requests of this router run on each (M2, M3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from whimbrel.wire.messages import InstanceActivity, Route, RouteState
@@ -64,9 +64,22 @@ class RouteTable:
         if self._active[instance_id] == 0:
             del self._active[instance_id]
 
-    def activity(self) -> tuple[InstanceActivity, ...]:
-        """Requests per instance, as the heartbeat says it."""
-        return tuple(InstanceActivity(instance_id=key, requests=count) for key, count in self._active.items())
+    def activity(self, running: Iterable[InstanceActivity] = ()) -> tuple[InstanceActivity, ...]:
+        """Requests per instance, as the heartbeat says it, with the sums of what each of the `running` ones says."""
+        prompt_tokens: dict[str, int] = {}
+        running_s: dict[str, float] = {}
+        for one in running:
+            prompt_tokens[one.instance_id] = prompt_tokens.get(one.instance_id, 0) + one.prompt_tokens
+            running_s[one.instance_id] = running_s.get(one.instance_id, 0.0) + one.running_s
+        return tuple(
+            InstanceActivity(
+                instance_id=key,
+                requests=count,
+                prompt_tokens=prompt_tokens.get(key, 0),
+                running_s=running_s.get(key, 0.0),
+            )
+            for key, count in self._active.items()
+        )
 
 
 def _drop(index: dict[K, dict[str, Route]], key: K, instance_id: str) -> None:

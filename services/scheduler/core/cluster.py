@@ -35,6 +35,7 @@ class Cluster:
         #: The last decision about each model, and what was learned of resumes and of our estimates.
         self.decisions: dict[str, KeptDecision] = {}
         self.resumes: dict[str, ResumeRecord] = {}
+        self.saved_resumes: dict[str, ResumeRecord] = {}
         self.accuracies: dict[str, AccuracyRecord] = {}
         #: Models with waiters, and how many waiters there are in all.
         self.waiting: dict[str, None] = {}
@@ -164,26 +165,18 @@ class Cluster:
 
     def is_idle(self, instance: Instance) -> bool:
         """Whether it could be unloaded at once, as far as we know; its worker has the last word."""
+        if (instance.active and instance.requests) or instance.promised or instance.held_until_s is not None:
+            return False
         slot = self.slot_of(instance)
-        return (
-            instance.state is InstanceState.READY
-            and slot.is_alive
-            and instance.requests == 0
-            and not instance.promised
-            and instance.held_until_s is None
-            and slot.active_requests(instance.instance_id) == 0
-        )
-
-    def is_evictable(self, instance: Instance) -> bool:
-        """Whether an idle instance may go for another model: not below its model's minimum, nor when it just came
-        back after it had to go."""
-        return self.is_idle(instance) and not instance.is_kept and not self.is_minimum(instance)
+        is_there = slot.is_alive and instance.record.state is InstanceState.READY
+        return is_there and slot.active_requests(instance.record.instance_id) == 0
 
     def is_minimum(self, instance: Instance) -> bool:
         """Whether its model would have fewer instances than it should always have, if it went."""
+        if not self.minimums or instance.record.model_id not in self.minimums:
+            return False
         model = self.models[instance.record.model_id]
-        minimum = model.record.scaling.min_instances if model.is_servable else 0
-        return 0 < minimum >= len(self.standing_instances(model))
+        return model.record.scaling.min_instances >= len(self.standing_instances(model))
 
     def snapshot(self, now: float) -> Snapshot:
         """The live servers; views of servers that nothing happened to are used again."""
@@ -215,7 +208,7 @@ class Cluster:
         records: list[Record] = [model.record for model in self.models.values()]
         records += [job.record for job in self.jobs.values()]
         records += [instance.record for instance in self.instances.values()]
-        records += self.resumes.values()
+        records += self.saved_resumes.values()
         records += self.accuracies.values()
         for server in self.servers.values():
             records += server.bandwidths.values()

@@ -73,5 +73,16 @@ def _remove(step: Step, model: Model) -> None:
         del step.cluster.models[model.model_id]
         del step.cluster.deleting[model.model_id]
         step.cluster.decisions.pop(model.model_id, None)
+        _forget_resumes(step, model)
         step.forget(model.record)
         step.tell(ModelDeleted(model_id=model.model_id))
+
+
+def _forget_resumes(step: Step, model: Model) -> None:
+    """What was learned of its resumes goes with it."""
+    cluster = step.cluster
+    for key in [key for key, record in cluster.resumes.items() if record.model_id == model.model_id]:
+        del cluster.resumes[key]
+        saved = cluster.saved_resumes.pop(key, None)
+        if saved is not None:
+            step.forget(saved)

@@ -9,7 +9,7 @@ import msgspec
 from whimbrel.wire.messages import Tier
 from whimbrel.wire.records import BandwidthRecord
 
-from services.scheduler.core.bandwidth import prior
+from services.scheduler.core.bandwidth import prior, spread
 
 # The tiers whose bandwidth bytes cross on their way up, by the tier that a load starts from.
 PATHS: dict[Tier, tuple[Tier, ...]] = {
@@ -23,13 +23,15 @@ PATHS: dict[Tier, tuple[Tier, ...]] = {
 class PathSpeed:
     """A path on one server: seconds per byte of its slowest tier (1/b, E3), overhead in seconds.
 
-    `is_prior` is true when the slowest tier has never been observed there.
+    `is_prior` is true when the slowest tier has never been observed there. `spread` says how sure the bandwidth is: the
+    relative standard deviation of the last loads over the slowest tier, None while there are too few to tell.
     """
 
     source_tier: Tier
     seconds_per_byte: float
     overhead_s: float
     is_prior: bool
+    spread: float | None = None
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,4 +90,5 @@ def _path_speed(source: Tier, tiers: Mapping[Tier, BandwidthRecord]) -> PathSpee
         seconds_per_byte=slowest.seconds_per_byte,
         overhead_s=tiers[source].overhead_s,
         is_prior=slowest.observations == 0,
+        spread=spread(slowest),
     )

@@ -18,6 +18,9 @@ import msgspec
 from whimbrel.wire.messages import LoadFinished, WaitStage
 from whimbrel.wire.records import InstanceRecord, InstanceState
 
+from services.scheduler.core.estimates import PathSpeed
+from services.scheduler.core.views import Occupant
+
 
 class InstanceEvent(StrEnum):
     BECAME_READY = "became_ready"  # the worker can take requests
@@ -129,6 +132,8 @@ class Instance:
     #: It came back soon after it had to go for another model, so it is kept until then, whoever waits (no thrash).
     kept_until_s: float | None = None
     unload_sent_s: float = -inf
+    #: What placement saw of it, with what that was made from.
+    occupant: tuple[tuple[float, PathSpeed], Occupant] | None = None
     active: dict[str, Running] = field(default_factory=dict)
     promised: dict[str, float] = field(default_factory=dict)
 

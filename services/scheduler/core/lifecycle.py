@@ -15,8 +15,8 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceRecord, InstanceState
 
-from services.scheduler.core import commands
-from services.scheduler.core.bandwidth import observe_overhead
+from services.scheduler.core import accuracy, commands
+from services.scheduler.core.bandwidth import explained_s, observe_overhead
 from services.scheduler.core.decisions import Placement
 from services.scheduler.core.instances import Instance, InstanceEvent
 from services.scheduler.core.models import Model
@@ -49,7 +49,7 @@ def start_load(step: Step, model: Model, placement: Placement) -> None:
         size_bytes=model.record.size_bytes,
         placed_s=step.now,
         progress_s=step.now,
-        first_wait_s=max(0.0, step.now - model.oldest_wait_s) if model.waiters else 0.0,
+        first_wait_s=max(0.0, step.now - model.oldest_wait_s),
     )
     record = instance.record
     step.cluster.add_instance(instance, now=step.now)
@@ -94,7 +94,7 @@ def serve_waiters(step: Step, instance: Instance) -> None:
         instance.promised[request_id] = step.now + PROMISE_S
     step.cluster.waiting_requests -= len(model.waiters)
     step.cluster.waiting.pop(model.model_id, None)
-    model.waiters.clear()
+    model.remove_all_waiters()
     model.forgive()
     step.cluster.release(model.model_id)
 
@@ -210,7 +210,14 @@ def _learn_overhead(step: Step, instance: Instance) -> None:
     if instance.load is None or instance.is_rebuilt:
         return
     server = step.cluster.servers[instance.record.server_id]
-    slowest_s = max((report.seconds for report in instance.load.reports), default=0.0)
+    slowest_s = max(
+        (
+            explained_s(server.bandwidth(report.tier), size_bytes=report.size_bytes, seconds=report.seconds)
+            for report in instance.load.reports
+            if report.tier is not Tier.GPU
+        ),
+        default=0.0,
+    )
     overhead_s = step.now - instance.placed_s - instance.load.queue_s - slowest_s
     tier = instance.load.source_tier
     record = observe_overhead(server.bandwidth(tier), overhead_s)
@@ -218,11 +225,21 @@ def _learn_overhead(step: Step, instance: Instance) -> None:
     step.save(record)
 
 
+def _keep_accuracy(step: Step, record: InstanceRecord, startup_s: float) -> None:
+    """Estimate and actual of the load (E7)."""
+    known = step.cluster.accuracies.get(f"{record.server_id}/{record.source_tier}")
+    known = known or accuracy.unknown(record.server_id, record.source_tier)
+    kept = accuracy.observe(known, estimate_s=record.estimate_s, actual_s=startup_s)
+    step.cluster.accuracies[kept.key()] = kept
+    step.save(kept)
+
+
 def _tell_ready(step: Step, instance: Instance) -> None:
     """Estimate and actual of the load, unless it began before we did."""
     record = instance.record
     startup_s = step.now - instance.placed_s
     if not instance.is_rebuilt:
+        _keep_accuracy(step, record, startup_s)
         step.tell(
             LoadSucceeded(
                 task_id=record.task_id,

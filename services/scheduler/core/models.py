@@ -8,6 +8,9 @@ from math import inf
 from whimbrel.wire.messages import JobStatus, ModelState
 from whimbrel.wire.records import JobRecord, ModelRecord
 
+from services.scheduler.core.decisions import Placement
+from services.scheduler.core.views import Task
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Waiter:
@@ -21,15 +24,19 @@ class Waiter:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Model:
-    """A deployed model. Waiters stand in the order of their arrival."""
+    """A deployed model. Waiters stand in the order of their arrival; `oldest_wait_s` is when the oldest of them came,
+    infinity when nobody waits. Only the methods here change either."""
 
     record: ModelRecord
     waiters: dict[str, Waiter] = field(default_factory=dict)
+    oldest_wait_s: float = inf
     instances: dict[str, None] = field(default_factory=dict)
     # How loads went since somebody was served: tries, and the servers to try last.
     load_failures: int = 0
     losses: int = 0
     avoid: frozenset[str] = frozenset()
+    #: What loading it takes, as long as neither record nor `avoid` is another one.
+    task: Task | None = None
     # Scaling: since when there are more instances than its demand asks for, and when one had to go for another model.
     surplus_since_s: float | None = None
     displaced_s: float = -inf
@@ -48,10 +55,23 @@ class Model:
     def is_servable(self) -> bool:
         return self.record.state is ModelState.READY
 
-    @property
-    def oldest_wait_s(self) -> float:
-        """When the oldest of the waiters arrived; infinity when nobody waits."""
-        return min((waiter.since_s for waiter in self.waiters.values()), default=inf)
+    def add_waiter(self, waiter: Waiter) -> None:
+        """Or what is known of it now: it may have waited for longer than we thought."""
+        self.waiters[waiter.request_id] = waiter
+        self.oldest_wait_s = min(self.oldest_wait_s, waiter.since_s)
+
+    def remove_waiter(self, request_id: str) -> bool:
+        """False when it does not wait."""
+        waiter = self.waiters.pop(request_id, None)
+        if waiter is None:
+            return False
+        if waiter.since_s <= self.oldest_wait_s:
+            self.oldest_wait_s = min((other.since_s for other in self.waiters.values()), default=inf)
+        return True
+
+    def remove_all_waiters(self) -> None:
+        self.waiters.clear()
+        self.oldest_wait_s = inf
 
     def forgive(self) -> None:
         """The next waiters start with all tries."""
@@ -100,3 +120,5 @@ class Reservation:
     slots: tuple[int, ...]
     waiting_for: set[str]
     is_drain: bool
+    #: What was decided, when nothing but idle instances stands between it and the load.
+    placement: Placement | None = None

@@ -7,10 +7,11 @@ go to fewer instances, then to those that have been idle longest. Models count e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
-from services.scheduler.core.decisions import Candidate, Refusal
+from services.scheduler.core.decisions import Candidate, Placement, Refusal
 from services.scheduler.core.estimates import Estimate, estimate_load
 from services.scheduler.core.views import Occupant, ServerView, Shape, SlotView, Snapshot, Task, choose_slots
 
@@ -105,6 +106,20 @@ def consider(server: ServerView, task: Task, snapshot: Snapshot, now: float) -> 
     if fit is None:
         return Candidate(server_id=server.server_id, refusal=why_not(server, task))
     return candidate_of(server, task, fit, now)
+
+
+def renewed(placement: Placement, task: Task, snapshot: Snapshot, now: float) -> Placement | None:
+    """A placement whose evictions are done, with the estimate of now. None when its slots are not there any more, the
+    model does not fit them, or the server is no candidate."""
+    server = next((one for one in snapshot.servers if one.server_id == placement.server_id), None)
+    if server is None or refusal_of(server, task) is not None or task.size_bytes > room_of(server).free_bytes:
+        return None
+    free = {slot.slot: slot for slot in server.free_slots}
+    slots = [free[slot] for slot in placement.slots if slot in free]
+    if len(slots) < len(placement.slots) or choose_slots(task, slots, is_host=server.is_host) is None:
+        return None
+    estimate = load_estimate(server, task, now)
+    return replace(placement, estimate=estimate, evict=(), cost_s=estimate.total_s)
 
 
 def candidate_of(server: ServerView, task: Task, fit: Fit, now: float) -> Candidate:

@@ -15,6 +15,7 @@ no better than the best found. That changes nothing in the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from services.scheduler.core import displacement, plans
 from services.scheduler.core.decisions import (
@@ -111,30 +112,25 @@ def _cheapest(
 
 
 def _by_bound(servers: Sequence[ServerView], task: Task, now: float) -> Iterator[tuple[Bound, ServerView]]:
-    """Servers in the order of what their rank can't be below: t_load, and a move or an eviction where no slot is free.
+    """Servers in the order of what their rank can't be below: t_load, and the least that must go where no slot is free.
 
     This runs for every server of every decision, so it makes no values that it does not need.
     """
     avoid, size_bytes, checkpoint = task.avoid, task.size_bytes, task.checkpoint
     bounds: list[tuple[Bound, ServerView]] = []
     for server in servers:
-        if size_bytes > server.capacity_bytes or server.is_cordoned:
+        if size_bytes > server.capacity_bytes or server.is_cordoned or server.least_gone_s == inf:
             continue
         tier, left_bytes = server.residency.get(checkpoint, NO_RESIDENT)
         if left_bytes < 0:
             left_bytes = size_bytes
         speed = server.speeds[tier]
         wait = server.waits.get(tier)
-        cost_s = left_bytes * speed.seconds_per_byte + speed.overhead_s
-        if wait is not None:
-            cost_s = wait.queue_s(now) + cost_s
-        if server.free_slots or server.idle:
-            moves, evictions = 0, 0
-        elif server.running:
-            moves, evictions = 1, 0
-        else:
-            continue
+        queue_s = 0.0 if wait is None else wait.queue_s(now)
+        # Summed as an estimate is, so that equal costs are equal to the last bit, and the search ends there.
+        cost_s = queue_s + left_bytes * speed.seconds_per_byte + speed.overhead_s + server.least_gone_s
         server_id = server.server_id
+        moves, evictions = (0, 0) if server.free_slots else ((0, 1) if server.idle else (1, 0))
         bounds.append(((server_id in avoid, cost_s, moves, evictions, server_id), server))
     bounds.sort(key=_bound_of)
     yield from bounds

@@ -20,7 +20,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands, operations
+from services.scheduler.core import accuracy, commands, operations
 from services.scheduler.core.models import Model
 from services.scheduler.core.servers import Server, Slot
 from services.scheduler.core.step import Step
@@ -121,6 +121,11 @@ def _summarise_server(step: Step, server: Server) -> ServerSummary:
         },
         is_cordoned=server.is_cordoned,
         is_draining=server.is_draining,
+        estimates={
+            record.tier.value: accuracy.quality(record)
+            for record in step.cluster.accuracies.values()
+            if record.server_id == server.server_id
+        },
     )
 
 

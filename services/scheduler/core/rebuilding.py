@@ -42,7 +42,7 @@ def rebuild(records: Iterable[Record], *, now: float, lost_after_s: float) -> Cl
             case ServerRecord():
                 cluster.server(record.server_id, now=now).record = record
             case ResumeRecord():
-                cluster.resumes[record.key()] = record
+                cluster.resumes[record.key()] = cluster.saved_resumes[record.key()] = record
             case AccuracyRecord():
                 cluster.accuracies[record.key()] = record
             case _:

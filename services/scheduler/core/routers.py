@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from whimbrel.wire.messages import InferenceFinished, InferenceStarted, RouterHeartbeat
 
-from services.scheduler.core import counts, waiting
+from services.scheduler.core import counts, resumes, waiting
 from services.scheduler.core.instances import Instance, Running
 from services.scheduler.core.servers import Router
+from services.scheduler.core.settings import RESUME_SAVED_EVERY
 from services.scheduler.core.step import Step
 
 
@@ -30,6 +31,7 @@ def on_inference_finished(step: Step, message: InferenceFinished, reply_to: str 
     if instance is None:
         return
     waiting.keep_promise(step, instance, message.request_id)
+    _learn_resumes(step, instance, message)
     _running(instance, message.router_id).finish(message.request_id)
     _settle(step, instance, step.cluster.hear_router(message.router_id, now=step.now))
 
@@ -59,6 +61,29 @@ def forget_router(step: Step, router: Router) -> None:
         instance.active[router.router_id].correct(0)
         _settle(step, instance, router)
     del step.cluster.routers[router.router_id]
+
+
+def _learn_resumes(step: Step, instance: Instance, message: InferenceFinished) -> None:
+    """Prefills and token times of requests tell what computing one again would take (M1, M3). They are learned from
+    each, and made durable now and then: they change little, and losing a few loses nothing."""
+    cluster = step.cluster
+    heartbeat = cluster.slot_of(instance).heartbeat
+    if heartbeat is None or (message.prefill_s is None and message.token_s == 0.0):
+        return
+    device = resumes.kind_of(heartbeat.device)
+    known = cluster.resumes.get(f"{message.model_id}@{device}")
+    if known is None:
+        parameter_count = cluster.models[instance.record.model_id].record.parameter_count
+        known = resumes.prior(message.model_id, device, parameter_count=parameter_count)
+    record = known
+    if message.prefill_s is not None:
+        record = resumes.observe_prefill(record, tokens=message.prompt_tokens, seconds=message.prefill_s)
+    if message.token_s > 0.0:
+        record = resumes.observe_token_time(record, message.token_s)
+    cluster.resumes[record.key()] = record
+    if record.observations // RESUME_SAVED_EVERY != known.observations // RESUME_SAVED_EVERY or known.observations == 0:
+        cluster.saved_resumes[record.key()] = record
+        step.save(record)
 
 
 def _running(instance: Instance, router_id: str) -> Running:

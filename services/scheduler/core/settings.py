@@ -51,6 +51,8 @@ PAUSE_S = 1.0
 BLOCKED_S = 15.0
 #: A model that is loaded again within so many of its loading times since it had to go for another model shows thrash.
 THRASH_LOADS_MAX = 20.0
+#: What was learned of resumes is made durable with every so many observations.
+RESUME_SAVED_EVERY = 8
 #: Lost servers are remembered for so long: their room counts when a model seems too large for the cluster.
 FORGET_SERVER_S = 300.0
 #: Import jobs kept after their end, for those who ask how it went.

@@ -11,7 +11,7 @@ from whimbrel.wire.records import InstanceState
 from services.scheduler.core.estimates import seconds_to_load
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.models import Model
-from services.scheduler.core.servers import Server, Slot
+from services.scheduler.core.servers import Server
 from services.scheduler.core.views import Occupant, ServerView, SlotView, Task
 
 if TYPE_CHECKING:
@@ -20,25 +20,35 @@ if TYPE_CHECKING:
 
 def task_of(model: Model) -> Task:
     """What loading the model takes."""
-    record = model.record
-    return Task(
-        model_id=record.model_id,
-        checkpoint_digest=record.checkpoint_digest,
-        size_bytes=record.size_bytes,
-        partition_bytes=record.partition_bytes or (record.size_bytes,),
-        avoid=model.avoid,
-    )
+    record, task = model.record, model.task
+    is_known = task is not None and task.checkpoint_digest == record.checkpoint_digest and task.avoid == model.avoid
+    if task is None or not is_known:
+        sizes = record.partition_bytes or (record.size_bytes,)
+        task = model.task = Task(
+            model_id=record.model_id,
+            checkpoint_digest=record.checkpoint_digest,
+            size_bytes=record.size_bytes,
+            partition_bytes=tuple(sorted(sizes, reverse=True)),
+            avoid=model.avoid,
+        )
+    return task
 
 
 def look(cluster: Cluster, server: Server) -> ServerView:
     """The server as it is now. What its workers run can't be handed over yet, so no running instance has a `resume`."""
     is_host = server.is_host
     instances = [cluster.instances[instance_id] for instance_id in server.instances]
-    goers = [instance for instance in instances if _may_go(cluster, server, instance)]
-    idle = [instance for instance in goers if cluster.is_evictable(instance)]
+    idle: list[Instance] = []
+    running: list[Instance] = []
+    for instance in instances:
+        if instance.state is not InstanceState.READY or not _is_unreserved(server, instance):
+            continue
+        if not cluster.is_idle(instance):
+            running.append(instance)
+        elif not instance.is_kept and not cluster.is_minimum(instance):
+            # One that is idle, but kept, is neither idle nor running to placement.
+            idle.append(instance)
     idle.sort(key=lambda instance: (instance.idle_since_s, instance.instance_id))
-    # One that is idle but kept (for its minimum, or against thrash) is neither idle nor running to placement.
-    running = [instance for instance in goers if not cluster.is_idle(instance)]
     running.sort(key=lambda instance: instance.instance_id)
     return ServerView(
         server_id=server.server_id,
@@ -60,15 +70,13 @@ def room_bytes(instance: Instance, *, is_host: bool) -> int:
     return instance.size_bytes if is_host or instance.state is InstanceState.LOADING else 0
 
 
-def _may_go(cluster: Cluster, server: Server, instance: Instance) -> bool:
-    """Whether it is ready, and its slots are not kept for somebody already."""
-    if instance.state is not InstanceState.READY:
-        return False
-    return all(_is_unreserved(server.slots[slot]) for slot in instance.record.slots)
-
-
-def _is_unreserved(slot: Slot) -> bool:
-    return slot.is_alive and slot.reserved_for is None
+def _is_unreserved(server: Server, instance: Instance) -> bool:
+    """Whether its slots live, and are not kept for somebody already."""
+    for number in instance.record.slots:
+        slot = server.slots[number]
+        if not slot.is_alive or slot.reserved_for is not None:
+            return False
+    return True
 
 
 def _sorted(slots: Iterable[SlotView]) -> tuple[SlotView, ...]:
@@ -76,12 +84,19 @@ def _sorted(slots: Iterable[SlotView]) -> tuple[SlotView, ...]:
 
 
 def _occupant(cluster: Cluster, server: Server, instance: Instance, *, is_host: bool) -> Occupant:
+    """Made once for each time that the instance became idle, as long as the server's speeds are what they were."""
     speed = server.speeds()[Tier.DRAM]
-    return Occupant(
+    known = instance.occupant
+    task = task_of(cluster.models[instance.record.model_id])
+    if known is not None and known[0] == (instance.idle_since_s, speed) and known[1].task is task:
+        return known[1]
+    occupant = Occupant(
         instance_id=instance.instance_id,
-        slots=tuple(server.slots[slot].view() for slot in instance.record.slots),
-        task=task_of(cluster.models[instance.record.model_id]),
+        slots=tuple([server.slots[slot].view() for slot in instance.record.slots]),
+        task=task,
         room_bytes=room_bytes(instance, is_host=is_host),
         idle_since_s=instance.idle_since_s,
         reload_s=seconds_to_load(queue_s=0.0, size_bytes=instance.size_bytes, speed=speed),
     )
+    instance.occupant = ((instance.idle_since_s, speed), occupant)
+    return occupant

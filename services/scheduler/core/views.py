@@ -6,7 +6,8 @@ All of it is immutable, so a decision can be explained later from what it was ma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from whimbrel.wire.messages import Tier
@@ -97,6 +98,14 @@ class ServerView:
     running: tuple[Occupant, ...] = ()
     is_host: bool = True
     is_cordoned: bool = False
+    #: Where no slot is free, what loading anything here costs at least beside the load: somebody must go.
+    least_gone_s: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        if not self.free_slots:
+            costs = [occupant.reload_s for occupant in self.idle]
+            costs += [o.resume.base_s + o.pause_s for o in self.running if o.resume is not None]
+            object.__setattr__(self, "least_gone_s", min(costs, default=inf))
 
     def way(self, task: Task) -> Resident:
         """From which tier the task's checkpoint would be loaded here, and the bytes to move."""

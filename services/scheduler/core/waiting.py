@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop
 
 from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import ModelNotFound, ModelTooLarge, QueueFull, Unavailable
@@ -20,7 +21,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands, lifecycle
+from services.scheduler.core import commands, lifecycle, plans
 from services.scheduler.core.decisions import NeverFits, Placement
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.kept import KeptDecision
@@ -73,7 +74,7 @@ def keep_promise(step: Step, instance: Instance, request_id: str) -> None:
 
 def remove_waiter(step: Step, model: Model, request_id: str) -> None:
     """Without anybody who waits, a model holds no slot for itself."""
-    if model.waiters.pop(request_id, None) is None:
+    if not model.remove_waiter(request_id):
         return
     step.cluster.waiting_requests -= 1
     if not model.waiters:
@@ -107,6 +108,8 @@ def fail_waiters(step: Step, model: Model, error: ErrorReply) -> None:
 
 def settle(step: Step) -> None:
     """The end of a step: place whom can be placed, in the order of arrival, and answer who asked."""
+    for model_id in [k for k, reservation in step.cluster.reservations.items() if not reservation.waiting_for]:
+        _fulfil(step, step.cluster.reservations[model_id])
     is_open = True
     for model in _due(step):
         if is_open or model.model_id in step.wanted:
@@ -116,25 +119,33 @@ def settle(step: Step) -> None:
         step.answer(question.reply_to, _tell_waiting(step, question))
 
 
-def _due(step: Step) -> list[Model]:
-    """Models to try now, in order: those whose slot became free, then, when a slot was released, all that wait by
-    age, else only those somebody new waits for."""
+def _fulfil(step: Step, reservation: Reservation) -> None:
+    """All that stood in the way is gone. What was decided is done, unless the server is not what it was; then, and
+    after a drain, which takes long, the model is placed anew, before the others."""
     cluster = step.cluster
-    fulfilled = [k for k, reservation in cluster.reservations.items() if not reservation.waiting_for]
-    for model_id in fulfilled:
-        cluster.release(model_id)
-    others = step.wanted.keys()
+    model = cluster.models[reservation.model_id]
+    placement = reservation.placement
+    cluster.release(reservation.model_id)
+    if placement is not None and cluster.shortfall(model) > 0:
+        current = plans.renewed(placement, cluster.task_of(model), cluster.snapshot(step.now), step.now)
+        if current is not None:
+            lifecycle.start_load(step, model, current)
+            return
+    _place(step, model)
+
+
+def _due(step: Step) -> Iterator[Model]:
+    """Models to try now, the oldest first: all that wait when a slot was released, else those that are new."""
+    cluster = step.cluster
+    model_ids: Iterable[str] = step.wanted
     if cluster.is_released and cluster.waiting_requests and cluster.has_open_slot():
-        others = cluster.waiting.keys()
+        model_ids = step.wanted | cluster.waiting
     cluster.is_released = False
-    return [*_by_age(step, fulfilled), *_by_age(step, others - set(fulfilled))]
-
-
-def _by_age(step: Step, model_ids: Iterable[str]) -> list[Model]:
-    models = (step.cluster.models.get(model_id) for model_id in model_ids)
-    return sorted(
-        (model for model in models if model is not None), key=lambda model: (model.oldest_wait_s, model.model_id)
-    )
+    # Seldom are there slots for all that wait, so they are not sorted: the next one is taken as long as there are.
+    heap = [(model.oldest_wait_s, model_id, model) for model_id in model_ids if (model := cluster.models.get(model_id))]
+    heapify(heap)
+    while heap:
+        yield heappop(heap)[2]
 
 
 def _place(step: Step, model: Model) -> bool:
@@ -174,6 +185,7 @@ def _evict_for(step: Step, model: Model, placement: Placement) -> None:
             slots=placement.slots,
             waiting_for=set(placement.evict),
             is_drain=False,
+            placement=placement,
         )
     )
     for instance_id in placement.evict:
@@ -188,6 +200,7 @@ def _add_waiter(step: Step, model: Model, message: PlaceModel) -> None:
     if known is not None:
         known.repeated_s = step.now
         known.since_s = min(known.since_s, since_s)
+        model.add_waiter(known)
         return
     settings = step.settings
     if len(model.waiters) >= settings.waiting_per_model_max:
@@ -200,8 +213,8 @@ def _add_waiter(step: Step, model: Model, message: PlaceModel) -> None:
         raise QueueFull(queue="the cluster", limit=settings.waiting_max)
     step.cluster.waiting_requests += 1
     step.cluster.waiting[model.model_id] = None
-    model.waiters[message.request_id] = Waiter(
-        request_id=message.request_id, router_id=message.router_id, since_s=since_s, repeated_s=step.now
+    model.add_waiter(
+        Waiter(request_id=message.request_id, router_id=message.router_id, since_s=since_s, repeated_s=step.now)
     )
 
 

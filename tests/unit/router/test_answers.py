@@ -224,6 +224,9 @@ async def test_starts_and_ends_are_told_to_the_scheduler(bench: Bench) -> None:
     assert started.request_id == finished.request_id
     assert finished.instance_id == "instance-1"
     assert finished.output_tokens == len(bench.tokenizer.encode(ANSWER).ids)
+    assert finished.prompt_tokens == started.prompt_tokens > 0
+    assert finished.prefill_s == 0.002, "M1: what the worker said of it"
+    assert finished.token_s <= finished.duration_s
 
 
 async def test_a_finished_request_is_a_public_event(bench: Bench) -> None:

@@ -474,6 +474,7 @@ async def test_messages_that_are_not_for_a_router_are_dropped(bench: Bench) -> N
 
 
 async def test_the_heartbeat_tells_what_runs(bench: Bench) -> None:
+    """M2, M3: with the sums that the cost of moving it is made of."""
     heard: list[RouterHeartbeat] = []
     arrived = asyncio.Event()
 
@@ -483,11 +484,11 @@ async def test_the_heartbeat_tells_what_runs(bench: Bench) -> None:
 
     await bench.scheduler.bus.subscribe(bench.scheduler.bus.subjects.all_heartbeats("router"), on_heartbeat)
     await bench.scheduler.add_route(a_route("tiny"))
-    bench.worker.is_held = True
+    bench.worker.frames_before_hold = 2
     async with asyncio.TaskGroup() as group, asyncio.timeout(10):
         running = group.create_task(bench.post())
-        await bench.worker.heard.wait(StartInference)
-        while not heard or not heard[-1].active:
+        (start,) = await bench.worker.heard.wait(StartInference)
+        while not heard or not any(activity.running_s for activity in heard[-1].active):
             arrived.clear()
             await arrived.wait()
         await bench.worker.release()
@@ -495,8 +496,10 @@ async def test_the_heartbeat_tells_what_runs(bench: Bench) -> None:
         while heard[-1].active:
             arrived.clear()
             await arrived.wait()
-    (activity,) = next(beat.active for beat in heard if beat.active)
+    (activity,) = [beat.active for beat in heard if beat.active][-1]
     assert (activity.instance_id, activity.requests) == ("instance-1", 1)
+    assert activity.prompt_tokens == start.prompt_tokens > 0
+    assert 0.0 < activity.running_s < 10.0
 
 
 async def test_readiness_says_why_not_and_warm_requests_are_served_all_the_same(make_bench: MakeBench) -> None:

@@ -85,6 +85,16 @@ def test_duration_and_mean_token_time_give_back_the_number_of_tokens() -> None:
 def test_times_are_zero_before_there_are_any() -> None:
     progress = a_progress()
     assert (progress.duration_s, progress.token_s, progress.decode_s) == (0.0, 0.0, 0.0)
+    assert progress.decoding_s(99.0) == 0.0
+
+
+def test_the_time_of_decoding_goes_on_while_no_token_comes() -> None:
+    """M3: d is read from the router's clock whenever it is needed."""
+    progress = Progress(epoch=1, now=10.0)
+    progress.accept(an_entry(0, [1]), 12.0)
+    progress.accept(an_entry(1, [2]), 12.5)
+    assert progress.decode_s == 0.5
+    assert progress.decoding_s(15.0) == 3.0
 
 
 def test_what_the_worker_says_of_the_start_comes_with_position_zero() -> None:

@@ -68,6 +68,22 @@ def test_removing_a_route_keeps_its_requests_counted_until_they_end() -> None:
     assert len(table) == 0
 
 
+def test_activity_sums_up_what_the_requests_of_an_instance_say() -> None:
+    """M2, M3: t_in, and the d of t_out = d / t, without asking the GPU server."""
+    table = a_table(a_route("a", "i1"), a_route("b", "i2"))
+    for instance_id in ("i1", "i1", "i2"):
+        table.acquire(instance_id)
+    running = [
+        InstanceActivity(instance_id="i1", requests=1, prompt_tokens=100, running_s=2.0),
+        InstanceActivity(instance_id="i1", requests=1, prompt_tokens=7, running_s=0.5),
+        InstanceActivity(instance_id="i3", requests=1, prompt_tokens=9, running_s=1.0),
+    ]
+    assert table.activity(running) == (
+        InstanceActivity(instance_id="i1", requests=2, prompt_tokens=107, running_s=2.5),
+        InstanceActivity(instance_id="i2", requests=1),
+    )
+
+
 def test_releasing_more_often_than_acquiring_is_a_programmer_error() -> None:
     with pytest.raises(AssertionError, match="more often"):
         a_table().release("i1")

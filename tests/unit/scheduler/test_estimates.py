@@ -55,3 +55,15 @@ def test_an_estimate_says_whether_its_bandwidth_was_ever_observed() -> None:
     assert {tier: speed.is_prior for tier, speed in speeds.items()} == {
         Tier.REMOTE: True, Tier.SSD: False, Tier.DRAM: True,
     }  # fmt: skip
+
+
+def test_a_path_says_how_sure_its_bandwidth_is_once_there_are_loads_to_tell() -> None:
+    """E6: priors and first loads have no spread; later ones do, and a slow one among them does not count."""
+    tiers = {Tier.SSD: known(Tier.SSD, 2e9)}
+    assert path_speeds("s0", {}, 0.0)[Tier.SSD].spread is None
+    assert path_speeds("s0", tiers, 0.0)[Tier.SSD].spread is None
+    for bandwidth in (1.8e9, 2.2e9, 2e9, 1e8, 1.9e9):
+        tiers[Tier.SSD] = observe_transfer(tiers[Tier.SSD], size_bytes=GB, seconds=GB / bandwidth)
+    spread = path_speeds("s0", tiers, 0.0)[Tier.SSD].spread
+    assert spread is not None
+    assert 0.03 < spread < 0.12

@@ -189,7 +189,7 @@ build() {
     # The classic builder everywhere: it finds images that exist only here, and Debian's engine has no other.
     export DOCKER_BUILDKIT=0 COMPOSE_DOCKER_CLI_BUILD=0
     local service
-    for service in scheduler router agent-0 cli worker-0-0; do
+    for service in scheduler-0 router agent-0 cli worker-0-0; do
         timeout "$BUILD_S_MAX" "${compose_command[@]}" --project-name "$PROJECT" build "${build_flags[@]}" "$service" \
             </dev/null >"$scratch/build.log" 2>&1 ||
             { tail -n 30 "$scratch/build.log" >&2; fail "building $service failed (or took over $BUILD_S_MAX s)"; }

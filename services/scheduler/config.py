@@ -8,6 +8,7 @@ from whimbrel.chassis.config import ConfigError
 from whimbrel.wire.errors import InvalidRequest
 from whimbrel.wire.ids import check_service_id
 
+from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.settings import Settings
 
 
@@ -30,6 +31,10 @@ class SchedulerConfig:
     load_stall_s: float = 90.0
     #: Not ready while a request has waited for longer than a client would.
     wait_s_max: float = 300.0
+    #: How servers are chosen: migration, or what it is compared with (availability, locality, preemption, random).
+    policy: str = "migration"
+    #: Look for models in the repository when the store knows of none.
+    restore_catalogue: bool = True
 
     def __post_init__(self) -> None:
         try:
@@ -39,6 +44,13 @@ class SchedulerConfig:
         for name in ("keep_alive_s", "fair_wait_s", "load_stall_s", "wait_s_max"):
             if getattr(self, name) < 0.0:
                 raise ConfigError(f"WB_{name.upper()}", "must be 0 or more seconds")
+        if self.policy not in POLICIES:
+            raise ConfigError("WB_POLICY", f"{self.policy!r} is no policy; use one of {', '.join(sorted(POLICIES))}")
 
     def settings(self) -> Settings:
-        return Settings(keep_alive_s=self.keep_alive_s, fair_wait_s=self.fair_wait_s, load_stall_s=self.load_stall_s)
+        return Settings(
+            keep_alive_s=self.keep_alive_s,
+            fair_wait_s=self.fair_wait_s,
+            load_stall_s=self.load_stall_s,
+            policy=self.policy,
+        )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
-from whimbrel.chassis.store import Store
+from whimbrel.chassis.store import Claim, Store
 from whimbrel.wire.errors import Unavailable
-from whimbrel.wire.records import Record
+from whimbrel.wire.records import Forget, ModelRecord, Record
 
 log = structlog.get_logger()
 
@@ -22,23 +22,41 @@ RETRY_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """What a new life starts with: its fencing epoch, and every record as it was last written."""
+class Memory:
+    """What a leader knew when the store lost its data: every record, as of the end of its epoch."""
 
     epoch: int
     records: tuple[Record, ...]
 
 
-async def take_over(store: Store) -> Recovered:
-    """Take a new epoch, so that an earlier scheduler can write no more, then read what it left. Waits for the store;
-    raises ProtocolError when what it holds is not ours."""
-    epoch = await persist(store.open, what="opening")
-    records = await persist(store.load, what="loading")
-    log.info("state_loaded", epoch=epoch, records=len(records))
-    return Recovered(epoch=epoch, records=tuple(records))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What a new life starts with. `is_emptied`: nothing is known of any model, although there may be some."""
+
+    records: tuple[Record, ...]
+    is_emptied: bool
 
 
-async def append(store: Store, records: Sequence[Record], *, on_away: Callable[[bool], None]) -> None:
+async def take_over(store: Store, claim: Claim, memory: Memory | None = None) -> Recovered:
+    """Read what the last leader left, or, when the store knows less than we do, write down what we know.
+
+    Waits for the store; raises ProtocolError when what it holds is not ours, StaleEpoch when somebody else took over.
+    """
+    records = tuple(await persist(store.load, what="loading"))
+    if memory is not None and claim.found_epoch < memory.epoch:
+        known = {(record.table, record.key()) for record in memory.records}
+        wrong = [record for record in records if (record.table, record.key()) not in known]
+        forgets = [Forget(forgotten_table=record.table, forgotten_key=record.key()) for record in wrong]
+        await append(store, [*forgets, *memory.records])
+        log.warning("state_written_back", epoch=claim.epoch, records=len(memory.records), removed=len(forgets))
+        return Recovered(records=memory.records, is_emptied=False)
+    log.info("state_loaded", epoch=claim.epoch, records=len(records))
+    return Recovered(records=records, is_emptied=not any(isinstance(record, ModelRecord) for record in records))
+
+
+async def append(
+    store: Store, records: Sequence[Record], *, on_away: Callable[[bool], None] = lambda is_away: None
+) -> None:
     """Returns when the records are durable, however long the store is away; `on_away` hears when it is and when it is
     back. Raises StaleEpoch when another scheduler took over."""
     if records:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from whimbrel.chassis import store
 from whimbrel.chassis.config import ConfigError
 from whimbrel.chassis.servers import RedisServer
-from whimbrel.chassis.store import RedisStore, Store
+from whimbrel.chassis.store import Claim, RedisStore, Store
 from whimbrel.chassis.testing import InMemoryData, InMemoryStore
 from whimbrel.wire.codec import encode_record
 from whimbrel.wire.errors import ProtocolError, StaleEpoch, Unavailable
@@ -225,6 +225,113 @@ async def test_a_record_under_another_key_is_an_error_that_names_both(
         await opened.load()
 
 
+# --- the lease ---
+
+
+async def test_one_of_several_gets_the_lease_and_the_others_hear_who(make_store: MakeStore) -> None:
+    """P2: one scheduler leads."""
+    stores = [await make_store() for _ in range(5)]
+
+    claims = await asyncio.gather(*(each.acquire(f"s{n}", 10.0) for n, each in enumerate(stores)))
+
+    (winner,) = [claim for claim in claims if claim.is_ours]
+    others = [claim for claim in claims if not claim.is_ours]
+    assert len(others) == 4
+    assert {claim.leader for claim in others} == {winner.leader}
+    assert {claim.found_epoch for claim in others} == {winner.epoch}
+    assert all(9.0 < claim.left_s <= 10.0 for claim in others)
+
+
+async def test_a_lease_that_is_not_renewed_runs_out_and_the_next_leader_fences_the_last(make_store: MakeStore) -> None:
+    """P1, P2"""
+    old, new = await make_store(), await make_store()
+    first = await old.acquire("old", 0.2)
+    await old.append([a_job("a", done_bytes=1)])
+
+    second = await claimed(new, "new")
+
+    assert second.epoch > first.epoch == second.found_epoch
+    for refused in (old.renew("old", 0.2), old.append([a_job("a", done_bytes=99)])):
+        with pytest.raises(StaleEpoch) as stale:
+            await refused
+        assert (stale.value.epoch, stale.value.current_epoch) == (first.epoch, second.epoch)
+    await old.release()
+    assert not (await old.acquire("old", 0.2)).is_ours, "only the holder releases"
+    assert await new.load() == [a_job("a", done_bytes=1)]
+
+
+async def claimed(store: Store, name: str, ttl_s: float = 10.0) -> Claim:
+    async with asyncio.timeout(PATIENCE_S):
+        claim = await store.acquire(name, ttl_s)
+        while not claim.is_ours:
+            await asyncio.sleep(claim.left_s)
+            claim = await store.acquire(name, ttl_s)
+    return claim
+
+
+async def test_a_renewed_lease_does_not_run_out(make_store: MakeStore) -> None:
+    holder, other = await make_store(), await make_store()
+    await holder.acquire("holder", 1.0)
+    for _ in range(8):
+        await asyncio.sleep(0.2)
+        await holder.renew("holder", 1.0)
+        assert not (await other.acquire("other", 1.0)).is_ours
+
+
+async def test_a_lease_that_ran_out_and_that_nobody_took_is_held_again(make_store: MakeStore) -> None:
+    holder, other = await make_store(), await make_store()
+    claim = await holder.acquire("holder", 0.01)
+    await asyncio.sleep(0.05)
+    await holder.append([a_job("a")])  # fencing is by epoch, and that is still ours
+
+    await holder.renew("holder", 10.0)
+
+    assert (await other.acquire("other", 1.0)).found_epoch == claim.epoch
+
+
+async def test_a_released_lease_is_free_at_once(make_store: MakeStore) -> None:
+    holder, other = await make_store(), await make_store()
+    await holder.acquire("holder", 60.0)
+    await holder.release()
+
+    assert (await other.acquire("other", 60.0)).is_ours
+    with pytest.raises(StaleEpoch):
+        await holder.append([a_job("a")])
+
+
+async def test_a_store_that_was_not_acquired_has_no_lease_to_renew(make_store: MakeStore) -> None:
+    with pytest.raises(AssertionError):
+        await (await make_store()).renew("s", 1.0)
+
+
+async def test_a_store_that_lost_its_data_is_not_taken_by_whoever_knows_better(
+    mortal_home: Home, at_end: AsyncExitStack, cluster: str
+) -> None:
+    """P2: a standby that saw a leader leaves it the time to come back and write down what it knows."""
+    leader, standby = [await connect(mortal_home, at_end, cluster) for _ in range(2)]
+    lead = await leader.acquire("leader", 10.0)
+    assert (await standby.acquire("standby", 10.0)).found_epoch == lead.epoch
+    await lose(mortal_home, at_end)
+
+    with pytest.raises(StaleEpoch) as stale:
+        await leader.renew("leader", 10.0)
+    assert (stale.value.epoch, stale.value.current_epoch) == (lead.epoch, 0)
+    claim = await standby.acquire("standby", 10.0, newest_epoch=lead.epoch)
+    assert (claim.is_ours, claim.found_epoch, claim.leader) == (False, 0, "")
+
+    again = await leader.acquire("leader", 10.0)
+    assert again.is_ours
+    assert again.found_epoch == 0
+    assert again.epoch > lead.epoch, "an epoch is never given twice"
+
+
+async def lose(home: Home, at_end: AsyncExitStack) -> None:
+    if isinstance(home, InMemoryData):
+        home.lose()
+    else:
+        await (await raw_redis(home, at_end)).flushall()
+
+
 async def go_down(home: Home) -> None:
     if isinstance(home, InMemoryData):
         home.is_up = False
@@ -254,6 +361,12 @@ async def test_nothing_that_was_appended_is_lost_when_the_store_dies(
         await opened.append([a_job("late")])
     with pytest.raises(Unavailable):
         await opened.load()
+    with pytest.raises(Unavailable):
+        await opened.renew("s", 1.0)
+    with pytest.raises(Unavailable):
+        await opened.acquire("s", 1.0)
+    with pytest.raises(Unavailable):
+        await opened.release()
     with pytest.raises(Unavailable):
         await (InMemoryStore(mortal_home) if isinstance(mortal_home, InMemoryData) else opened).open()
     await come_back(mortal_home)

@@ -1,9 +1,10 @@
-"""Owns the store: durable records behind a fencing epoch, and how Redis keeps them (P1, P2)."""
+"""Owns the store: durable records behind a fencing epoch, the lease of who leads, and how Redis keeps both (P1, P2)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from whimbrel.chassis import telemetry
+from whimbrel.chassis import redis_scripts, telemetry
 from whimbrel.chassis.config import ConfigError
 from whimbrel.wire.codec import RECORDS, decode_record, encode_record
 from whimbrel.wire.errors import ProtocolError, StaleEpoch, Unavailable
@@ -41,47 +42,50 @@ CONNECT_GAP_S_MAX = 2.0
 
 APPEND_S = telemetry.histogram("whimbrel_store_append_seconds", "Time until a step's records were durable.")
 
-# The epoch never goes back, even when Redis has lost its data: it is at least the time in microseconds.
-_OPEN = """
-local time = redis.call('TIME')
-local epoch = math.max(tonumber(redis.call('GET', KEYS[1]) or '0') + 1, time[1] * 1000000 + time[2])
-redis.call('SET', KEYS[1], string.format('%.0f', epoch))
-return epoch
-"""
 
-# ARGV: our epoch, journal bound, journal text, then table number, key, value ('' forgets) for each record.
-# Answers -1 when it is done, or the stored epoch when that is not ours; then nothing has changed.
-_APPEND = """
-local stored = redis.call('GET', KEYS[1]) or '0'
-if stored ~= ARGV[1] then return tonumber(stored) end
-for i = 4, #ARGV, 3 do
-  local table_key = KEYS[2 + tonumber(ARGV[i])]
-  if ARGV[i + 2] == '' then
-    redis.call('HDEL', table_key, ARGV[i + 1])
-  else
-    redis.call('HSET', table_key, ARGV[i + 1], ARGV[i + 2])
-  end
-end
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'epoch', ARGV[1], 'keys', ARGV[3])
-return -1
-"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """How an attempt to lead ended: `epoch` is ours, or 0 when we don't lead. `found_epoch` is what the store had
+    before (0 when nothing); then `leader` leads for `left_s` more, unless the lease is free."""
 
+    epoch: int
+    found_epoch: int
+    leader: str
+    left_s: float
 
-_APPENDED = -1
+    @property
+    def is_ours(self) -> bool:
+        return self.epoch > 0
 
 
 class Store(Protocol):
-    """The state of record. One writer at a time: whoever opened last."""
+    """The state of record. One writer at a time: whoever took the last epoch."""
 
     async def open(self) -> int:
-        """Take a new epoch, higher than any before; from now on earlier openers are refused."""
+        """Take a new epoch, higher than any before, without asking for the lease; earlier openers are refused."""
         ...
+
+    async def acquire(self, name: str, ttl_s: float, *, newest_epoch: int = 0) -> Claim:
+        """Take the lease for `ttl_s` and with it a new epoch, as `open` does, when nobody has it.
+
+        A store whose epoch is below `newest_epoch` has lost what was written: then nothing is taken.
+        """
+        ...
+
+    async def renew(self, name: str, ttl_s: float) -> None:
+        """Hold the lease for `ttl_s` from now, also when it had run out and nobody took it.
+
+        Raises StaleEpoch when somebody took a new epoch, with a lower `current_epoch` when the store lost its data.
+        """
+
+    async def release(self) -> None:
+        """Whoever waits for the lease may have it now; without a lease of ours nothing happens."""
 
     async def append(self, records: Sequence[Record]) -> None:
         """All of them or none, durable when it returns.
 
-        Raises StaleEpoch when somebody opened after us (or the store lost its data), Unavailable when it cannot be
-        reached; in that case the records may or may not have been written, and appending them again is harmless.
+        Raises StaleEpoch when somebody took an epoch after us (or the store lost its data), Unavailable when it cannot
+        be reached; in that case the records may or may not have been written, and appending them again is harmless.
         """
 
     async def load(self) -> list[Record]:
@@ -92,7 +96,8 @@ class Store(Protocol):
 
 
 class RedisStore:
-    """Tables are hashes `{cluster}:<table>`; `{cluster}:journal` is a bounded stream with one entry per step.
+    """Tables are hashes `{cluster}:<table>`; `{cluster}:journal` is a bounded stream with one entry per step;
+    `{cluster}:lease` names the scheduler that leads, and expires.
 
     The braces keep all keys of a cluster in one slot of a Redis Cluster.
     """
@@ -129,14 +134,32 @@ class RedisStore:
         self._client = client
         self._epoch = 0
         self._epoch_key = f"{{{cluster}}}:epoch"
+        self._lease_key = f"{{{cluster}}}:lease"
         self._journal_key = f"{{{cluster}}}:journal"
         self._table_keys = {table: f"{{{cluster}}}:{table}" for table in TABLES}
-        self._open = client.register_script(_OPEN)
-        self._append = client.register_script(_APPEND)
+        self._open = client.register_script(redis_scripts.OPEN)
+        self._acquire = client.register_script(redis_scripts.ACQUIRE)
+        self._renew = client.register_script(redis_scripts.RENEW)
+        self._release = client.register_script(redis_scripts.RELEASE)
+        self._append = client.register_script(redis_scripts.APPEND)
 
     async def open(self) -> int:
-        self._epoch = int(await _reach(self._open(keys=[self._epoch_key])))
+        self._epoch = int(await _reach(self._open(keys=[self._epoch_key], args=[self._epoch])))
         return self._epoch
+
+    async def acquire(self, name: str, ttl_s: float, *, newest_epoch: int = 0) -> Claim:
+        arguments: list[str | int] = [self._epoch, name, _milliseconds(ttl_s), newest_epoch]
+        epoch, found, leader, left_ms = await _reach(self._acquire(keys=self._lease_keys, args=arguments))
+        self._epoch = epoch or self._epoch
+        return Claim(epoch=epoch, found_epoch=found, leader=leader.decode(errors="replace"), left_s=left_ms / 1000)
+
+    async def renew(self, name: str, ttl_s: float) -> None:
+        assert self._epoch, "acquire the lease before renewing it"
+        arguments: list[str | int] = [self._epoch, name, _milliseconds(ttl_s)]
+        self._check(await _reach(self._renew(keys=self._lease_keys, args=arguments)))
+
+    async def release(self) -> None:
+        await _reach(self._release(keys=self._lease_keys, args=[self._epoch]))
 
     async def append(self, records: Sequence[Record]) -> None:
         assert self._epoch, "open the store before appending"
@@ -154,8 +177,7 @@ class RedisStore:
         arguments = [self._epoch, JOURNAL_ENTRIES_MAX, " ".join(journal), *changes]
         with APPEND_S.time():
             stored_epoch = await _reach(self._append(keys=keys, args=arguments))
-        if stored_epoch != _APPENDED:
-            raise StaleEpoch(epoch=self._epoch, current_epoch=int(stored_epoch))
+        self._check(stored_epoch)
 
     async def load(self) -> list[Record]:
         pipeline = self._client.pipeline(transaction=True)
@@ -170,6 +192,14 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    @property
+    def _lease_keys(self) -> list[str]:
+        return [self._epoch_key, self._lease_key]
+
+    def _check(self, stored_epoch: int) -> None:
+        if stored_epoch != redis_scripts.IS_OURS:
+            raise StaleEpoch(epoch=self._epoch, current_epoch=int(stored_epoch))
 
     async def _warn_when_not_durable(self) -> None:
         """Whimbrel's promise that nothing recorded is lost holds only with these two settings."""
@@ -206,6 +236,10 @@ def decode_value(table: str, key: str, value: bytes) -> Record:
         reason = f"table {table!r}, key {key!r} of the store holds {record.table!r}/{record.key()!r}"
         raise ProtocolError(size_bytes=len(value), reason=reason)
     return record
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
 
 
 def _without_secrets(url: str) -> str:

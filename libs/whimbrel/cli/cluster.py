@@ -47,6 +47,7 @@ class ClusterOptions:
     directory: Path
     servers: int = 2
     slots: int = 1
+    schedulers: int = 1
     port: int = DEFAULT_PORT
     host: str = "127.0.0.1"
     engine: str = "transformers"
@@ -58,8 +59,8 @@ class ClusterOptions:
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.servers <= 64 or not 1 <= self.slots <= 16:
-            raise ValueError("a local cluster has 1 to 64 servers of 1 to 16 slots")
+        if not (1 <= self.servers <= 64 and 1 <= self.slots <= 16 and 1 <= self.schedulers <= 8):
+            raise ValueError("a local cluster has 1 to 64 servers of 1 to 16 slots, and 1 to 8 schedulers")
         if not self.devices:
             raise ValueError("a local cluster needs a device for its slots, such as cpu or cuda:0")
 
@@ -179,7 +180,8 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Stop everything, clients' side first; leaves the directory with its data and no process."""
-        order = ["router", *(n for n in self.children if n.startswith("worker")), "scheduler"]
+        order = ["router", *(n for n in self.children if n.startswith("worker"))]
+        order += [name for name in reversed(self.children) if name.startswith("scheduler")]
         order += [name for name in self.children if name.startswith("agent")]
         for group in (order[:1], order[1:]):
             await asyncio.gather(*(self.children[name].stop() for name in group if name in self.children))
@@ -213,11 +215,14 @@ class LocalCluster:
             "WB_ROUTER_ID": "router-0", "WB_HTTP_HOST": options.host, "WB_HTTP_PORT": str(self._port),
             "WB_CACHE_DIR": str(self.directory / "cache"),
         }  # fmt: skip
-        scheduler = {"WB_SCHEDULER_ID": "scheduler-0", "WB_REDIS_URL": self.redis.url}
+        scheduler = {"WB_REDIS_URL": self.redis.url}
+        # The first is "scheduler" for short; whichever comes first leads.
+        names = ["scheduler", *(f"scheduler-{number}" for number in range(1, options.schedulers))]
         services = [
-            ("scheduler", "scheduler", {**common, **scheduler, **options.environ}),
-            ("router", "router", {**common, **repository, **router, **options.environ}),
+            (name, "scheduler", {**common, **scheduler, "WB_SCHEDULER_ID": f"scheduler-{n}", **options.environ})
+            for n, name in enumerate(names)
         ]
+        services.append(("router", "router", {**common, **repository, **router, **options.environ}))
         for number in range(options.servers):
             server_id = f"s{number}"
             agent = {

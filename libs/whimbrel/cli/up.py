@@ -74,6 +74,7 @@ def start_detached(options: ClusterOptions, console: Console) -> None:
     argv = [
         sys.executable, "-m", "whimbrel.cli.main", "up",
         "--servers", str(options.servers), "--slots", str(options.slots),
+        "--schedulers", str(options.schedulers),
         "--dir", str(options.directory), "--engine", options.engine,
         "--host", options.host, "--port", str(options.port),
         *(word for device in options.devices for word in ("--device", device)),

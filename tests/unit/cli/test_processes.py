@@ -150,5 +150,7 @@ def test_devices_are_given_to_slots_in_turn(tmp_path: Path) -> None:
         "cuda:0", "cuda:1", "cuda:2", "cuda:0",
     ]  # fmt: skip
     assert ClusterOptions(directory=tmp_path).device_of(1, 0) == "cpu"
+    with pytest.raises(ValueError, match="1 to 8 schedulers"):
+        ClusterOptions(directory=tmp_path, schedulers=0)
     with pytest.raises(ValueError, match="needs a device"):
         ClusterOptions(directory=tmp_path, devices=())

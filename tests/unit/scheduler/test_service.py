@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,8 @@ from whimbrel.chassis.bus import Received
 from whimbrel.chassis.config import ConfigError, from_env
 from whimbrel.chassis.service import serve
 from whimbrel.chassis.testing import InMemoryBus, InMemoryData, InMemoryHub, InMemoryStore
-from whimbrel.wire.errors import Conflict, InstanceGone, ModelNotFound, PayloadTooLarge, StaleEpoch, WhimbrelError
+from whimbrel.wire.codec import encode_record
+from whimbrel.wire.errors import Conflict, InstanceGone, ModelNotFound, PayloadTooLarge, Unavailable, WhimbrelError
 from whimbrel.wire.events import InstanceStarted, SchedulerStarted
 from whimbrel.wire.messages import (
     Ack,
@@ -39,6 +41,8 @@ from whimbrel.wire.messages import (
 )
 
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.policies import POLICIES
+from services.scheduler.leader import EMPTIED_GRACE_S, LEASE_S
 from services.scheduler.recovery import take_over
 from services.scheduler.service import SchedulerService
 from tests.unit.scheduler.toy_peers import GB
@@ -83,8 +87,24 @@ class Peer:
     async def say(self, message: Message) -> None:
         await self.bus.publish(self.bus.subjects.to_scheduler(message), message)
 
-    async def ask(self, message: Message) -> Message:
-        return await self.bus.request(self.bus.subjects.to_scheduler(message), message, WAIT_S_MAX)
+    async def ask(self, message: Message, timeout_s: float = WAIT_S_MAX) -> Message:
+        return await self.bus.request(self.bus.subjects.to_scheduler(message), message, timeout_s)
+
+    async def ask_again(self, message: Message) -> Message:
+        """As routers do while nobody leads."""
+        async with asyncio.timeout(WAIT_S_MAX):
+            while True:
+                try:
+                    return await self.ask(message, timeout_s=1.0)
+                except Unavailable:
+                    await asyncio.sleep(0.02)
+
+    def has_heard(self, kind: type[Message]) -> bool:
+        return any(isinstance(message, kind) for message in self.heard._queue)  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        while not self.heard.empty():
+            self.heard.get_nowait()
 
     async def beat(self, *, state: WorkerState = WorkerState.EMPTY, instance_id: str | None = None) -> None:
         agent = AgentHeartbeat(
@@ -113,8 +133,11 @@ class Peer:
         for heartbeat in (agent, worker):
             await self.bus.publish(self.bus.subjects.heartbeat(heartbeat), heartbeat)
 
-    async def place(self, request_id: str = "q1", model_id: str = "a") -> PlaceModelReply:
-        reply = await self.ask(PlaceModel(request_id=request_id, model_id=model_id, router_id="r0", waited_s=0.0))
+    async def place(
+        self, request_id: str = "q1", model_id: str = "a", timeout_s: float = WAIT_S_MAX
+    ) -> PlaceModelReply:
+        place = PlaceModel(request_id=request_id, model_id=model_id, router_id="r0", waited_s=0.0)
+        reply = await self.ask(place, timeout_s)
         assert isinstance(reply, PlaceModelReply)
         return reply
 
@@ -141,11 +164,13 @@ class Bench:
         self.data = InMemoryData()
         self.peer = Peer(self.hub.bus(name="peer"))
 
+    def store(self) -> InMemoryStore:
+        return InMemoryStore(self.data)
+
     @asynccontextmanager
     async def scheduler(self, scheduler_id: str = "scheduler-0") -> AsyncIterator[SchedulerService]:
         config = SchedulerConfig(scheduler_id=scheduler_id)
-        store = InMemoryStore(self.data)
-        service = SchedulerService(config, bus=self.hub.bus(name=scheduler_id), store=store)
+        service = SchedulerService(config, bus=self.hub.bus(name=scheduler_id), store=self.store())
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(serve(service, stop))
@@ -203,28 +228,132 @@ async def test_nothing_is_said_before_it_is_durable(bench: Bench) -> None:
         await settled(lambda: service.readiness() is not None)
         assert service.readiness() == "the store is away"
         assert not asking.done()
-        assert not [m for m in bench.peer.heard._queue if isinstance(m, LoadModel)]  # type: ignore[attr-defined]
+        assert not bench.peer.has_heard(LoadModel)
         bench.data.is_up = True
         assert (await asking).waiting_for is WaitStage.QUEUED
         await bench.peer.hear(LoadModel)
         assert service.readiness() is None
 
 
-async def test_a_scheduler_whose_place_was_taken_stops(bench: Bench) -> None:
-    """P2: two never write."""
-    service = SchedulerService(
-        SchedulerConfig(), bus=bench.hub.bus(name="scheduler-0"), store=InMemoryStore(bench.data)
-    )
-    serving = asyncio.create_task(serve(service, asyncio.Event()))
+async def test_a_scheduler_whose_place_was_taken_stands_by_and_has_said_nothing(bench: Bench) -> None:
+    """P2: two never write, and what was not written is not said."""
+    async with bench.scheduler() as service:
+        assert service.is_leader
+        await InMemoryStore(bench.data).open()
+        bench.data.leader, bench.data.lease_until_s = "usurper", time.monotonic() + 60.0
+        with pytest.raises(Unavailable):
+            await bench.peer.place(timeout_s=1.0)
+        await settled(lambda: not service.is_leader and service.readiness() is None)
+        assert bench.data.tables["instances"] == {}
+        assert not bench.peer.has_heard(LoadModel)
+
+        bench.data.leader = ""  # the usurper goes
+        await bench.peer.hear(SchedulerHeartbeat)
+        assert service.is_leader
+        await bench.peer.beat()
+        assert service.readiness() is None
+        await bench.peer.place()
+        await bench.peer.hear(LoadModel)
+
+
+async def test_one_of_three_leads_and_another_follows_when_it_stops(bench: Bench) -> None:
+    """P2: a stopped leader releases the lease, so nobody waits for it to run out."""
+    services = [
+        SchedulerService(SchedulerConfig(scheduler_id=f"s{n}"), bus=bench.hub.bus(name=f"s{n}"), store=bench.store())
+        for n in range(3)
+    ]
+    stops = [asyncio.Event() for _ in services]
+    serving = [asyncio.create_task(serve(*pair)) for pair in zip(services, stops, strict=True)]
+    epochs = []
+    left = list(range(3))
+    while left:
+        await settled(lambda: all(services[n].readiness() is None for n in left))
+        (leader,) = [n for n in left if services[n].is_leader]
+        heartbeat = await bench.peer.hear(SchedulerHeartbeat)
+        assert isinstance(heartbeat, SchedulerHeartbeat)
+        assert heartbeat.scheduler_id == f"s{leader}"
+        epochs.append(heartbeat.epoch)
+        assert isinstance(await bench.peer.ask_again(GetModels()), GetModelsReply)
+        stops[leader].set()
+        stopped_s = time.monotonic()
+        await serving[leader]
+        bench.peer.forget()
+        left.remove(leader)
+        if left:
+            await settled(lambda: any(services[n].is_leader for n in left))
+            assert time.monotonic() - stopped_s < LEASE_S, "the lease was released"
+    assert epochs == sorted(set(epochs))
+
+
+async def test_a_leader_whose_lease_lapsed_is_silent_until_it_has_it_again(bench: Bench) -> None:
+    """P2: whoever can't reach the store can't know whether another leads, so it answers nobody, and goes on after."""
+    async with bench.scheduler() as service:
+        await bench.peer.ask(GetModels())
+        bench.data.is_up = False
+        await asyncio.sleep(LEASE_S + 0.1)
+        assert service.readiness() == "the store is away"
+        with pytest.raises(Unavailable):
+            await bench.peer.ask(GetModels(), timeout_s=1.0)
+        epoch = bench.data.epoch
+        bench.data.is_up = True
+        assert isinstance(await bench.peer.ask_again(GetModels()), GetModelsReply)
+        assert service.readiness() is None
+        assert bench.data.epoch == epoch, "nobody took over, so it is the same term"
+
+
+async def test_a_store_that_lost_its_data_is_given_it_back_by_the_leader_that_lives(bench: Bench) -> None:
+    """P2: FLUSHALL under a leader loses nothing that the leader knows, though a standby is there."""
+    other = SchedulerService(SchedulerConfig(scheduler_id="s1"), bus=bench.hub.bus(name="s1"), store=bench.store())
+    async with bench.scheduler() as service:
+        stop = asyncio.Event()
+        standby = asyncio.create_task(serve(other, stop))
+        await settled(lambda: other.readiness() is None)
+        await bench.peer.place()
+        load = await bench.peer.hear(LoadModel)
+        assert isinstance(load, LoadModel)
+        before = {table: dict(values) for table, values in bench.data.tables.items()}
+        epoch = bench.data.epoch
+        bench.peer.forget()
+
+        bench.data.lose()
+
+        again = await bench.peer.hear(SchedulerHeartbeat, lambda m: getattr(m, "epoch", 0) > epoch)
+        assert isinstance(again, SchedulerHeartbeat)
+        assert again.scheduler_id == "scheduler-0"
+        assert (service.is_leader, other.is_leader) == (True, False)
+        assert bench.data.tables == before
+        await bench.peer.beat()
+        repeated = await bench.peer.hear(LoadModel)
+        assert isinstance(repeated, LoadModel)
+        assert (repeated.task_id, repeated.scheduler_epoch) == (load.task_id, again.epoch)
+        stop.set()
+        await standby
+
+
+async def test_a_store_that_went_back_in_time_is_corrected_by_the_leader_that_lives(bench: Bench) -> None:
+    """P2: a backup that was put back holds what has been given up since, and lacks what is new."""
+    async with bench.scheduler():
+        epoch = bench.data.epoch
+        right = {table: dict(values) for table, values in bench.data.tables.items()}
+        bench.data.tables["models"] = {"old": encode_record(a_model_record("old"))}
+        bench.data.epoch = 1
+        bench.peer.forget()
+        await bench.peer.hear(SchedulerHeartbeat, lambda m: getattr(m, "epoch", 0) > epoch)
+        assert bench.data.tables == right
+
+
+async def test_a_standby_takes_over_an_emptied_store_when_no_leader_comes_back(bench: Bench) -> None:
+    other = SchedulerService(SchedulerConfig(scheduler_id="s1"), bus=bench.hub.bus(name="s1"), store=bench.store())
+    stop = asyncio.Event()
+    bench.data.leader, bench.data.lease_until_s = "s0", time.monotonic() + 60.0
+    standby = asyncio.create_task(serve(other, stop))
+    await settled(lambda: other.readiness() is None)
+    bench.data.lose()
+    lost_s = time.monotonic()
     await bench.peer.hear(SchedulerHeartbeat)
-    await bench.peer.beat()
-    await InMemoryStore(bench.data).open()
-    message = PlaceModel(request_id="q1", model_id="a", router_id="r0", waited_s=0.0)
-    await bench.peer.say(message)
-    with pytest.raises(ExceptionGroup) as failure:
-        await serving
-    assert failure.group_contains(StaleEpoch)
-    assert bench.data.tables["instances"] == {}
+    assert EMPTIED_GRACE_S <= time.monotonic() - lost_s < 5.0
+    stop.set()
+    await standby
 
 
 async def test_the_next_life_knows_what_the_last_one_recorded(bench: Bench) -> None:
@@ -307,16 +436,14 @@ async def test_readiness_is_red_while_the_bus_is_away_or_somebody_waits_too_long
 
 
 async def test_time_that_passes_while_it_stops_is_no_trouble(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.service.TICK_S", 0.0)
+    monkeypatch.setattr("services.scheduler.term.TICK_S", 0.0)
     bus = bench.hub.bus(name="s")
     service = SchedulerService(SchedulerConfig(), bus=bus, store=InMemoryStore(bench.data))
     async with asyncio.TaskGroup() as group:
         ticking = asyncio.create_task(_run_in_group(service))
         await bench.peer.hear(SchedulerHeartbeat)
         await service.drain()
-        await asyncio.sleep(0.01)
-        assert not ticking.done(), "ticks go on, unheard"
-        ticking.cancel()
+        await asyncio.wait_for(ticking, WAIT_S_MAX)
         group.create_task(service.close())
 
 
@@ -326,13 +453,16 @@ async def _run_in_group(service: SchedulerService) -> None:
 
 
 async def test_taking_over_waits_for_the_store() -> None:
-    data = InMemoryData(is_up=False)
-    taking = asyncio.create_task(take_over(InMemoryStore(data)))
+    data = InMemoryData()
+    store = InMemoryStore(data)
+    claim = await store.acquire("s0", 60.0)
+    data.is_up = False
+    taking = asyncio.create_task(take_over(store, claim))
     await asyncio.sleep(0.1)
     assert not taking.done()
     data.is_up = True
     recovered = await asyncio.wait_for(taking, WAIT_S_MAX)
-    assert (recovered.epoch, recovered.records) == (1, ())
+    assert (recovered.records, recovered.is_emptied) == ((), True)
 
 
 def test_configuration_comes_from_the_environment_and_names_what_is_wrong() -> None:
@@ -342,3 +472,7 @@ def test_configuration_comes_from_the_environment_and_names_what_is_wrong() -> N
         from_env(SchedulerConfig, {"WB_SCHEDULER_ID": "a.b"})
     with pytest.raises(ConfigError, match="WB_KEEP_ALIVE_S"):
         from_env(SchedulerConfig, {"WB_KEEP_ALIVE_S": "-1"})
+    with pytest.raises(ConfigError, match="WB_POLICY"):
+        from_env(SchedulerConfig, {"WB_POLICY": "astrology"})
+    for policy in POLICIES:
+        assert from_env(SchedulerConfig, {"WB_POLICY": policy}).settings().policy == policy

@@ -16,6 +16,8 @@ from whimbrel.wire.messages import (
     DeleteModel,
     DeleteModelReply,
     DeployModelReply,
+    ExplainModel,
+    ExplainModelReply,
     GetCluster,
     GetClusterReply,
     GetJob,
@@ -25,11 +27,14 @@ from whimbrel.wire.messages import (
     Message,
     ModelState,
     ModelSummary,
+    ScaleModelReply,
 )
 
 from services.router.catalogue import Catalogue
 from services.router.core.deployments import read_deployment
+from services.router.core.fields import refuse
 from services.router.core.openai import Json, model_body, model_list
+from services.router.core.scalings import read_scale
 from services.router.core.statuses import error_object
 from services.router.dispatch import Dispatch
 from services.router.replies import read_body
@@ -54,10 +59,12 @@ class Admin:
             Route("/admin/models", self.list_deployments, methods=["GET"]),
             Route("/admin/models", self.deploy, methods=["POST"]),
             Route("/admin/models/{model_id:path}", self.get_deployment, methods=["GET"]),
+            Route("/admin/models/{model_id:path}", self.scale, methods=["PATCH"]),
             Route("/admin/models/{model_id:path}", self.delete, methods=["DELETE"]),
             Route("/admin/jobs/{job_id}", self.get_job, methods=["GET"]),
             Route("/admin/jobs/{job_id}", self.cancel_job, methods=["DELETE"]),
             Route("/admin/cluster", self.get_cluster, methods=["GET"]),
+            Route("/admin/explain", self.explain, methods=["GET"]),
         ]
 
     async def list_models(self, _request: Request) -> Response:
@@ -73,10 +80,10 @@ class Admin:
 
     async def list_deployments(self, _request: Request) -> Response:
         """Every model that the scheduler knows, also those being imported or deleted."""
-        return as_json({"models": [_deployment(summary) for summary in await self._catalogue.models()]})
+        return as_json({"models": [_named(summary) for summary in await self._catalogue.models()]})
 
     async def get_deployment(self, request: Request) -> Response:
-        return as_json(_deployment(await self._find(request)))
+        return as_json(_named(await self._find(request)))
 
     async def deploy(self, request: Request) -> Response:
         """Idempotent: a model that is being imported answers with its running job."""
@@ -84,6 +91,13 @@ class Admin:
         reply = await self._ask(message, DeployModelReply)
         self._catalogue.want()
         return as_json({"job_id": reply.job_id, "model": message.model_id, "state": str(reply.state)}, 202)
+
+    async def scale(self, request: Request) -> Response:
+        """Change what is given, and answer how the model is scaled from now on."""
+        message = read_scale(request.path_params["model_id"], await read_body(request.scope, request.receive))
+        reply = await self._ask(message, ScaleModelReply)
+        self._catalogue.want()
+        return as_json(_named(reply))
 
     async def delete(self, request: Request) -> Response:
         reply = await self._ask(DeleteModel(model_id=request.path_params["model_id"]), DeleteModelReply)
@@ -106,6 +120,13 @@ class Admin:
 
     async def get_cluster(self, _request: Request) -> Response:
         return as_json(untagged(await self._ask(GetCluster(), GetClusterReply)))
+
+    async def explain(self, request: Request) -> Response:
+        """Why the model is where it is, or waits: the last decision, and what would be decided now."""
+        model_id = request.query_params.get("model", "")
+        if not model_id:
+            refuse("model", "is missing; ask /admin/explain?model=NAME")
+        return as_json(_named(await self._ask(ExplainModel(model_id=model_id), ExplainModelReply)))
 
     async def _find(self, request: Request) -> ModelSummary:
         model_id = request.path_params["model_id"]
@@ -136,8 +157,9 @@ def _openai_model(summary: ModelSummary) -> Json:
     return model_body(summary.model_id, int(summary.created_at_s), more)
 
 
-def _deployment(summary: ModelSummary) -> Json:
-    fields = untagged(summary)
+def _named(struct: msgspec.Struct) -> Json:
+    """What is about a model, under the names of this API."""
+    fields = untagged(struct)
     return {"model": fields.pop("model_id"), **fields}
 
 

@@ -6,13 +6,19 @@ from whimbrel.wire.sources import GRAMMAR
 
 from services.router.core.params import HARMLESS, HONOURED
 from services.router.core.residency import TIERS
+from services.router.core.scalings import CONCURRENCY_MAX, INSTANCES_MAX, KEEP_ALIVE_S_MAX
 from services.router.core.statuses import STATUSES
 
 Json = dict[str, object]
 
 
 def _operation(
-    summary: str, *, status: str = "200", body: Json | None = None, parameter: str | tuple[str, ...] = ()
+    summary: str,
+    *,
+    status: str = "200",
+    body: Json | None = None,
+    parameter: str | tuple[str, ...] = (),
+    query: str | None = None,
 ) -> Json:
     operation: Json = {
         "summary": summary,
@@ -27,9 +33,11 @@ def _operation(
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     names = (parameter,) if isinstance(parameter, str) else parameter
-    if names:
-        schema = {"type": "string"}
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+    places = [(name, "path") for name in names] + ([] if query is None else [(query, "query")])
+    if places:
+        operation["parameters"] = [
+            {"name": name, "in": place, "required": True, "schema": {"type": "string"}} for name, place in places
+        ]
     return operation
 
 
@@ -65,12 +73,21 @@ def _inference_body(prompt: str, foreign: tuple[str, ...]) -> Json:
     return _object(["model", prompt], **honoured, **harmless)
 
 
+_KEEP_ALIVE: Json = {"type": "number", "minimum": 0, "maximum": KEEP_ALIVE_S_MAX}
+_SCALING = _object(
+    [],
+    min_instances={"type": "integer", "minimum": 0, "maximum": INSTANCES_MAX},
+    max_instances={"type": "integer", "minimum": 1, "maximum": INSTANCES_MAX},
+    target_concurrency={"type": "integer", "minimum": 1, "maximum": CONCURRENCY_MAX},
+)
 _DEPLOYMENT = _object(
     ["model", "source"],
     model={"type": "string"},
     source={"type": "string", "description": GRAMMAR},
-    keep_alive_s={"type": "number", "minimum": 0},
+    keep_alive_s=_KEEP_ALIVE,
+    scaling=_SCALING,
 )
+_SCALE = {**_object([], keep_alive_s=_KEEP_ALIVE, scaling=_SCALING), "minProperties": 1}
 _TIER: Json = {"type": "string", "enum": [str(tier) for tier in TIERS]}
 _PREFETCH = _object(["tier"], tier=_TIER, pin={"type": "boolean", "description": "it is not evicted from there"})
 _RESIDENCY = _object(["tier"], tier=_TIER)
@@ -104,6 +121,7 @@ DOCUMENT: Json = {
         },
         "/admin/models/{model}": {
             "get": _operation("Describe a deployment", parameter="model"),
+            "patch": _operation("Change how a model is scaled", body=_SCALE, parameter="model"),
             "delete": _operation("Delete a model", status="202", parameter="model"),
         },
         "/admin/jobs/{job_id}": {
@@ -112,6 +130,9 @@ DOCUMENT: Json = {
         },
         "/admin/servers/{server}/loads": {"get": _operation("List a server's load queue", parameter=_SERVER)},
         "/admin/servers/{server}/measure": {"post": _operation("Measure a server's storage", parameter=_SERVER)},
+        "/admin/servers/{server}/cordon": {"post": _operation("Place nothing on a server", parameter=_SERVER)},
+        "/admin/servers/{server}/drain": {"post": _operation("Cordon a server and empty it", parameter=_SERVER)},
+        "/admin/servers/{server}/uncordon": {"post": _operation("Let a server take part again", parameter=_SERVER)},
         "/admin/servers/{server}/models/{model}/prefetch": {
             "post": _operation(
                 "Bring a model into a tier of a server", status="202", body=_PREFETCH, parameter=_SERVER_MODEL
@@ -127,6 +148,7 @@ DOCUMENT: Json = {
             "post": _operation("Give back what nobody uses", status="202", body=_RESIDENCY, parameter=_SERVER_MODEL)
         },
         "/admin/cluster": {"get": _operation("Describe servers, slots, tiers and queues")},
+        "/admin/explain": {"get": _operation("Tell why a model is where it is, or waits", query="model")},
         "/healthz": {"get": _operation("Alive")},
         "/readyz": {"get": _operation("Ready to place new models; the reason when not")},
         "/metrics": {"get": _operation("Metrics in the Prometheus text format")},

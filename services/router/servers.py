@@ -1,4 +1,4 @@
-"""Owns what an operator asks one server's storage agent: fill and empty its tiers, show its queue, measure its disk."""
+"""Owns what an operator asks of one server: fill and empty its tiers, show its queue, measure its disk, take it out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from whimbrel.wire.errors import Conflict, ModelNotFound, ServerNotFound, Unavai
 from whimbrel.wire.ids import new_id
 from whimbrel.wire.messages import (
     Ack,
+    CordonServer,
+    CordonServerReply,
     EvictModel,
     GetCluster,
     GetClusterReply,
@@ -25,6 +27,7 @@ from whimbrel.wire.messages import (
     PinModel,
     PrefetchModel,
     Tier,
+    UncordonServer,
     UnpinModel,
 )
 
@@ -59,8 +62,16 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+# Whether a server takes part is the scheduler's business, whether its agent lives or not.
+ORDERS: dict[str, Callable[[str], Message]] = {
+    "cordon": lambda server_id: CordonServer(server_id=server_id),
+    "drain": lambda server_id: CordonServer(server_id=server_id, drain=True),
+    "uncordon": lambda server_id: UncordonServer(server_id=server_id),
+}
+
+
 class Servers:
-    """Endpoints under /admin/servers; each is one request to the agent of that server."""
+    """Endpoints under /admin/servers; each is one request to the agent of that server, or to the scheduler."""
 
     def __init__(self, dispatch: Dispatch, catalogue: Catalogue) -> None:
         self._dispatch = dispatch
@@ -71,6 +82,7 @@ class Servers:
         return [
             Route(f"{server}/loads", self.get_loads, methods=["GET"]),
             Route(f"{server}/measure", self.measure, methods=["POST"]),
+            *(Route(f"{server}/{order}", partial(self._order, order), methods=["POST"]) for order in ORDERS),
             *(
                 Route(f"{server}/models/{{model_id:path}}/{verb}", self._command(verb), methods=["POST"])
                 for verb in COMMANDS
@@ -85,6 +97,13 @@ class Servers:
     async def measure(self, request: Request) -> Response:
         server_id = await self._server(request)
         reply = await self._dispatch.ask_agent(server_id, MeasureStorage(), MeasureStorageReply, MEASURE_S_MAX)
+        fields = untagged(reply)
+        return as_json({"server": fields.pop("server_id"), **fields})
+
+    async def _order(self, order: str, request: Request) -> Response:
+        """Idempotent. Answers the server as it is now, with the instances that are still there."""
+        message = ORDERS[order](request.path_params["server_id"])
+        reply = await self._dispatch.ask_scheduler(message, CordonServerReply, ANSWER_S_MAX)
         fields = untagged(reply)
         return as_json({"server": fields.pop("server_id"), **fields})
 

@@ -12,6 +12,7 @@ import typer
 
 from whimbrel.cli import show
 from whimbrel.cli.endings import EXIT_REFUSED, EXIT_USAGE, Json, Url, console, error_console, fail, run
+from whimbrel.cli.scale import KeepAlive, MaxInstances, MinInstances, TargetConcurrency, scaling_of
 from whimbrel.client import AdminClient
 from whimbrel.client.admin import DEFAULT_URL, JOB_POLL_S
 from whimbrel.wire.errors import InvalidRequest
@@ -28,7 +29,10 @@ def deploy(
             "http(s)://host/directory/.",
         ),
     ],
-    keep_alive_s: Annotated[float | None, typer.Option(help="Keep an idle instance this long, seconds.")] = None,
+    keep_alive_s: KeepAlive = None,
+    min_instances: MinInstances = None,
+    max_instances: MaxInstances = None,
+    target_concurrency: TargetConcurrency = None,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
@@ -41,9 +45,11 @@ def deploy(
     except InvalidRequest as error:
         raise fail(f"--source {error.reason}", EXIT_USAGE) from None
 
+    scaling = scaling_of(min_instances, max_instances, target_concurrency)
+
     async def start() -> str:
         async with AdminClient(url) as client:
-            return str((await client.deploy(model, place, keep_alive_s))["job_id"])
+            return str((await client.deploy(model, place, keep_alive_s, scaling))["job_id"])
 
     job = run(start(), url)
     error_console.print(f"job {job}", style="dim", highlight=False)

@@ -18,7 +18,9 @@ from whimbrel import __version__
 from whimbrel.chassis.logging import configure
 from whimbrel.chassis.servers import ServerFailed, ServerMissing
 from whimbrel.cli import bench as bench_command
+from whimbrel.cli import explain as explain_command
 from whimbrel.cli import imports, operate, show
+from whimbrel.cli import scale as scale_command
 from whimbrel.cli.cluster import DEFAULT_PORT, AlreadyRunning, ClusterOptions, read_state
 from whimbrel.cli.endings import EXIT_REFUSED, EXIT_USAGE, Json, Url, console, error_console, fail, run
 from whimbrel.cli.up import down_cluster, run_cluster, start_detached
@@ -32,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("bench")(bench_command.bench)
+app.command("explain")(explain_command.explain)
+app.command("scale")(scale_command.scale)
 imports.add_commands(app)
 operate.add_commands(app)
 
@@ -52,6 +56,7 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def up(
     servers: Annotated[int, typer.Option(help="How many servers (each has its own SSD directory and pool).")] = 2,
     slots: Annotated[int, typer.Option(help="GPU slots (CPU slots without GPUs) per server.")] = 1,
+    schedulers: Annotated[int, typer.Option(help="How many schedulers: one leads, the others stand by.")] = 1,
     directory: Directory = DEFAULT_DIRECTORY,
     port: Annotated[int, typer.Option(help="Port of the HTTP API.")] = DEFAULT_PORT,
     host: Annotated[str, typer.Option(help="Address of the HTTP API; there is no authentication yet.")] = "127.0.0.1",
@@ -72,8 +77,8 @@ def up(
     """Run a whole cluster on this machine: NATS, Redis and the four services."""
     try:
         options = ClusterOptions(
-            directory=directory, servers=servers, slots=slots, port=port, host=host, engine=engine,
-            devices=tuple(device or ("cpu",)),
+            directory=directory, servers=servers, slots=slots, schedulers=schedulers, port=port, host=host,
+            engine=engine, devices=tuple(device or ("cpu",)),
             pool_bytes=None if pool_mib is None else pool_mib * 1024 * 1024,
             environ=_settings(setting or []),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Owns the commands for operators of servers: fill and empty their tiers, show their queues, measure their storage."""
+"""Owns the commands for operators of servers: fill and empty tiers, show queues, measure storage, take servers out."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class TierName(StrEnum):
 Model = Annotated[str, typer.Argument(help="A deployed model.")]
 Server = Annotated[str | None, typer.Option("--server", help="A server's id; default: the only one.")]
 Servers = Annotated[str | None, typer.Option("--server", help="A server's id; default: all of them.")]
+Place = Annotated[str, typer.Argument(help="A server's id, as status shows it.")]
 TierOption = Annotated[TierName, typer.Option("--tier", help="Which tier of the server.")]
 
 
@@ -88,6 +89,50 @@ def loads(server: Servers = None, url: Url = DEFAULT_URL, as_json: Json = False)
 def doctor(server: Servers = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Measure the storage of servers, and say what makes their loads slower than they could be."""
     _survey(server, url, lambda client, place: client.measure(place), show.doctor_table, as_json=as_json)
+
+
+def cordon(server: Place, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """Place nothing on a server from now on; what runs there goes on."""
+    answer = _command(server, url, lambda client, place: client.cordon(place))
+    _tell(answer, f"{server} is cordoned; it keeps {_instances(answer['instances'])}", as_json=as_json)
+
+
+def uncordon(server: Place, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """Let a server that was cordoned or drained take part again."""
+    answer = _command(server, url, lambda client, place: client.uncordon(place))
+    _tell(answer, f"{server} takes part again", as_json=as_json)
+
+
+def drain(
+    server: Place,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the server is empty.")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Cordon a server and empty it: idle instances go at once, others when their requests have ended."""
+    if not wait:
+        answer = _command(server, url, lambda client, place: client.drain(place))
+        left = answer["instances"]
+        _tell(answer, f"{server} is drained of {_instances(left)}" if left else f"{server} is empty", as_json=as_json)
+        return
+
+    async def work() -> None:
+        told: list[str] = []
+        async with AdminClient(url) as client:
+            async for left in client.follow_drain(server):
+                if left and left != told:
+                    error_console.print(f"{server} still has {_instances(left)}", highlight=False, soft_wrap=True)
+                told = left
+
+    def on_interrupt() -> None:
+        error_console.print(f"it goes on; to take the server back: whimbrel uncordon {server}", highlight=False)
+
+    run(work(), url, on_interrupt)
+    _tell({"server": server, "instances": []}, f"{server} is empty", as_json=as_json)
+
+
+def _instances(instance_ids: list[str]) -> str:
+    return ", ".join(instance_ids) or "no instance"
 
 
 def _command(server: str | None, url: str, ask: Callable[[AdminClient, str], Awaitable[JsonObject]]) -> JsonObject:
@@ -155,6 +200,8 @@ async def _server_ids(client: AdminClient) -> list[str]:
 
 def add_commands(app: typer.Typer) -> None:
     """Those of this module."""
-    commands: tuple[Callable[..., None], ...] = (prefetch, pin, unpin, evict, loads, doctor)
+    commands: tuple[Callable[..., None], ...] = (
+        prefetch, pin, unpin, evict, loads, doctor, cordon, uncordon, drain,
+    )  # fmt: skip
     for command in commands:
         app.command()(command)

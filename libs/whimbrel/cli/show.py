@@ -49,15 +49,22 @@ async def follow_import(
 
 
 def models_table(models: list[dict[str, Any]]) -> Table:
-    table = Table("model", "state", "size", "parameters", "instances", "resident in")
+    """`instances` says how many there are, how many its demand asks for, and the bounds."""
+    table = Table("model", "state", "size", "parameters", "instances", "wait", "resident in")
     for model in models:
         residency = ", ".join(f"{server}: {tier}" for server, tier in sorted(model["residency"].items()))
         parameters = f"{model['parameter_count'] / 1e6:.0f} M" if model["parameter_count"] else "-"
         table.add_row(
             model["model"], model["state"], size(model["size_bytes"]), parameters,
-            ", ".join(model["instances"]) or "-", residency or "repository only",
+            instances_of(model), str(model["waiting_requests"]), residency or "repository only",
         )  # fmt: skip
     return table
+
+
+def instances_of(model: dict[str, Any]) -> str:
+    scaling = model["scaling"]
+    bounds = f"{scaling['min_instances']}–{scaling['max_instances']}"
+    return f"{len(model['instances'])} of {model['desired_instances']} ({bounds})"
 
 
 def cluster_table(cluster: dict[str, Any]) -> RenderableType:
@@ -75,7 +82,29 @@ def cluster_table(cluster: dict[str, Any]) -> RenderableType:
         if not server["slots"]:
             table.add_row(server["server_id"], "-", "-", "no worker", "-", "0", dram, pool, str(len(server["tasks"])))
     waiting = f"{cluster['waiting_requests']} requests wait; {len(cluster['routers'])} routers"
-    return Group(table, waiting)
+    out = [f"{server['server_id']} is {_taken_out(server)}" for server in cluster["servers"] if _taken_out(server)]
+    leader = f"; {cluster['scheduler_id']} leads" if cluster["scheduler_id"] else ""
+    policy = [f"policy {cluster['policy']}{leader}, epoch {cluster['scheduler_epoch']}"] if cluster["policy"] else []
+    return Group(table, *_estimates(cluster["servers"]), *map(Text, [*out, waiting, *policy]))
+
+
+def _taken_out(server: dict[str, Any]) -> str:
+    if server["is_draining"]:
+        return "draining: nothing is placed there, and what is there goes"
+    return "cordoned: nothing is placed there" if server["is_cordoned"] else ""
+
+
+def _estimates(servers: list[dict[str, Any]]) -> list[RenderableType]:
+    """How well loads were foretold lately; nothing before the first load."""
+    table = Table("server", "loads from", "bandwidth", "loads seen", "error p90", "of the time")
+    for server in servers:
+        for tier, quality in sorted(server["estimates"].items()):
+            bandwidth = server["bandwidth_bytes_per_s"].get(tier)
+            table.add_row(
+                server["server_id"], tier, "-" if bandwidth is None else f"{size(bandwidth)}/s",
+                str(quality["observations"]), f"{quality['error_s_p90']:.2f} s", f"{quality['error_share_p90']:.0%}",
+            )  # fmt: skip
+    return [table] if table.row_count else []
 
 
 def loads_table(answers: list[dict[str, Any]]) -> RenderableType:

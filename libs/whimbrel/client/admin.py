@@ -16,6 +16,8 @@ import httpx
 DEFAULT_URL = "http://127.0.0.1:8343"
 # How often a job is asked for; progress comes from the agent at about this rate.
 JOB_POLL_S = 0.2
+# Instances end when requests do, which takes seconds.
+DRAIN_POLL_S = 0.5
 # Answers of the admin API are small; only an unreachable cluster takes longer.
 ADMIN_S_MAX = 15.0
 # A measurement reads some hundred MB and waits for a load to end; the router itself gives up a little earlier.
@@ -67,12 +69,24 @@ class AdminClient:
     ) -> None:
         await self._http.aclose()
 
-    async def deploy(self, model_id: str, source: str, keep_alive_s: float | None = None) -> JsonObject:
-        """Start importing `source`, as `wire.sources` has its grammar; returns job_id, model and state."""
-        body: JsonObject = {"model": model_id, "source": source}
-        if keep_alive_s is not None:
-            body["keep_alive_s"] = keep_alive_s
+    async def deploy(
+        self, model_id: str, source: str, keep_alive_s: float | None = None, scaling: JsonObject | None = None
+    ) -> JsonObject:
+        """Start importing `source`, as `wire.sources` has its grammar; returns job_id, model and state. `scaling` has
+        some of min_instances, max_instances and target_concurrency."""
+        body = {"model": model_id, "source": source, **_given(keep_alive_s=keep_alive_s, scaling=scaling)}
         return await self._call("POST", "/admin/models", body)
+
+    async def scale(
+        self, model_id: str, scaling: JsonObject | None = None, keep_alive_s: float | None = None
+    ) -> JsonObject:
+        """Change what is given of how a model is scaled; returns all of it, and desired_instances."""
+        body = _given(scaling=scaling, keep_alive_s=keep_alive_s)
+        return await self._call("PATCH", f"/admin/models/{quote(model_id)}", body)
+
+    async def explain(self, model_id: str) -> JsonObject:
+        """Why a model is where it is, or waits: the last decision, and what would be decided now."""
+        return await self._call("GET", f"/admin/explain?model={quote(model_id, safe='')}")
 
     async def job(self, job_id: str) -> JsonObject:
         return await self._call("GET", f"/admin/jobs/{quote(job_id, safe='')}")
@@ -140,6 +154,32 @@ class AdminClient:
         """The load queue of a server, running first."""
         return await self._call("GET", f"/admin/servers/{quote(server, safe='')}/loads")
 
+    async def cordon(self, server: str) -> JsonObject:
+        """Place nothing there from now on; returns the server's flags, and the instances that are still there."""
+        return await self._order(server, "cordon")
+
+    async def uncordon(self, server: str) -> JsonObject:
+        return await self._order(server, "uncordon")
+
+    async def drain(self, server: str) -> JsonObject:
+        """As `cordon`, and what is there goes: idle instances at once, others when their requests have ended."""
+        return await self._order(server, "drain")
+
+    async def follow_drain(self, server: str) -> AsyncIterator[list[str]]:
+        """Drain, and yield the instances that are still there, again and again until there are none.
+
+        Raises ApiError (conflict) when somebody uncordons the server meanwhile.
+        """
+        left: list[str] = (await self.drain(server))["instances"]
+        while left:
+            yield left
+            await asyncio.sleep(DRAIN_POLL_S)
+            servers = {entry["server_id"]: entry for entry in (await self._patiently(self.cluster))["servers"]}
+            if server in servers and not servers[server]["is_draining"]:
+                raise ApiError(200, "conflict", f"server {server} was uncordoned before it was empty")
+            left = (await self._patiently(lambda: self.drain(server)))["instances"]
+        yield left
+
     async def measure(self, server: str) -> JsonObject:
         """Measure the storage of a server; takes seconds, and waits for the load that runs."""
         path = f"/admin/servers/{quote(server, safe='')}/measure"
@@ -194,6 +234,9 @@ class AdminClient:
         path = f"/admin/servers/{quote(server, safe='')}/models/{quote(model_id)}/{verb}"
         return await self._call("POST", path, body)
 
+    async def _order(self, server: str, order: str) -> JsonObject:
+        return await self._call("POST", f"/admin/servers/{quote(server, safe='')}/{order}")
+
     async def _call(
         self, method: str, path: str, body: JsonObject | None = None, timeout_s: float = ADMIN_S_MAX
     ) -> JsonObject:
@@ -221,6 +264,11 @@ def parse_tier(header: str) -> str:
         if name == "tier":
             return description
     return ""
+
+
+def _given(**fields: object) -> JsonObject:
+    """Those that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _error_of(response: httpx.Response) -> ApiError:

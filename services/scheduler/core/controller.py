@@ -14,6 +14,7 @@ from whimbrel.wire.messages import (
     CordonServer,
     DeleteModel,
     DeployModel,
+    ExplainModel,
     GetCluster,
     GetJob,
     GetModels,
@@ -42,6 +43,7 @@ from whimbrel.wire.records import Record
 
 from services.scheduler.core import (
     deletion,
+    explain,
     heartbeats,
     imports,
     lifecycle,
@@ -97,6 +99,7 @@ HANDLERS: dict[type[Message], Handler] = dict(
         _handler(ScaleModel, operations.on_scale_model),
         _handler(CordonServer, operations.on_cordon_server),
         _handler(UncordonServer, operations.on_uncordon_server),
+        _handler(ExplainModel, explain.on_explain_model),
         _handler(GetModels, queries.on_get_models),
         _handler(GetJob, queries.on_get_job),
         _handler(GetRoutes, queries.on_get_routes),

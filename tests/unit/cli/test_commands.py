@@ -8,12 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer
 from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import Cancelled, Conflict, ImportFailed
 from whimbrel.wire.messages import (
@@ -36,20 +34,11 @@ from whimbrel.wire.messages import (
 )
 
 from tests.support.cluster import ROOT, whimbrel
-from tests.unit.router.conftest import Bench, bench_maker
-from tests.unit.router.model_files import byte_level_tokenizer, write_model
+from tests.unit.cli.conftest import command
+from tests.unit.router.conftest import Bench
 from tests.unit.router.peers import FakeAgent
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def module_bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
-    root: Path = tmp_path_factory.mktemp("repository")
-    tokenizer: Tokenizer = byte_level_tokenizer()
-    write_model(root / "tiny", tokenizer)
-    async with bench_maker(tmp_path_factory.mktemp("cache"), root, tokenizer)() as made:
-        yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -60,21 +49,10 @@ async def module_agent(module_bench: Bench) -> FakeAgent:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def bench(module_bench: Bench) -> Bench:
-    await module_bench.reset()
-    module_bench.scheduler.servers = ("server-0",)
-    return module_bench
-
-
-@pytest_asyncio.fixture(loop_scope="module")
 async def agent(module_agent: FakeAgent) -> FakeAgent:
     module_agent.heard.clear()
     module_agent.answers.clear()
     return module_agent
-
-
-async def command(bench: Bench, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(whimbrel, *arguments, "--url", bench.service.url, check=False)
 
 
 def a_status(stage: JobStage, **more: object) -> JobStatus:
@@ -221,7 +199,7 @@ async def test_doctor_measures_every_server_and_names_those_that_do_not_answer(b
 
 
 async def test_a_cluster_that_is_not_there_is_exit_code_three() -> None:
-    for arguments in (["cancel", "job-1"], ["doctor"], ["evict", "m"], ["watch", "job-1"]):
+    for arguments in (["cancel", "job-1"], ["doctor"], ["evict", "m"], ["watch", "job-1"], ["drain", "s", "--wait"]):
         done = await asyncio.to_thread(whimbrel, *arguments, "--url", "http://127.0.0.1:9", check=False)
         assert done.returncode == 3, done.stderr
         assert "whimbrel up" in done.stderr

@@ -51,6 +51,9 @@ class Bench:
         self.scheduler.models = {MODEL: a_model(MODEL)}
         self.scheduler.jobs.clear()
         self.scheduler.errors.clear()
+        self.scheduler.taken_out.clear()
+        self.scheduler.held.clear()
+        self.scheduler.explanations.clear()
         answer = self.tokenizer.encode(ANSWER).ids
         self.worker.output = lambda _request: answer
         self.worker.instance_id = "instance-1"

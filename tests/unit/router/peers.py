@@ -9,17 +9,29 @@ from typing import TypeVar
 
 from whimbrel.chassis.bus import Bus, Received
 from whimbrel.wire.codec import error_reply, pack_tokens, unpack_tokens
-from whimbrel.wire.errors import InferenceLost, InstanceGone, JobNotFound, WhimbrelError
+from whimbrel.wire.errors import (
+    InferenceLost,
+    InstanceGone,
+    JobNotFound,
+    ModelNotFound,
+    ServerNotFound,
+    WhimbrelError,
+)
 from whimbrel.wire.messages import (
     AbortInference,
     Ack,
     CancelJob,
     CancelJobReply,
+    CordonServer,
+    CordonServerReply,
+    DecisionSummary,
     DeleteModel,
     DeleteModelReply,
     DeployModel,
     DeployModelReply,
     ErrorReply,
+    ExplainModel,
+    ExplainModelReply,
     FinishReason,
     GetCluster,
     GetClusterReply,
@@ -41,6 +53,9 @@ from whimbrel.wire.messages import (
     RouteAdded,
     RouteRemoved,
     RouteState,
+    ScaleModel,
+    ScaleModelReply,
+    Scaling,
     SchedulerHeartbeat,
     ServerSummary,
     Stages,
@@ -48,6 +63,7 @@ from whimbrel.wire.messages import (
     Tier,
     TokenEntry,
     TokenFrame,
+    UncordonServer,
     WaitStage,
     WorkerHeartbeat,
     WorkerState,
@@ -78,8 +94,21 @@ def a_route(model_id: str, instance_id: str = "instance-1", *, slot: int = 0) ->
     return Route(instance_id=instance_id, model_id=model_id, server_id="server-0", slot=slot, state=RouteState.READY)
 
 
-def a_server(server_id: str) -> ServerSummary:
+def an_explanation(model_id: str) -> ExplainModelReply:
+    return ExplainModelReply(
+        model_id=model_id,
+        sentence=f"{model_id} has no instance.",
+        waiting_requests=0,
+        instances=(),
+        last=None,
+        now=DecisionSummary(outcome="deferred", policy="migration", age_s=0.0),
+    )
+
+
+def a_server(server_id: str, *, is_cordoned: bool = False, is_draining: bool = False) -> ServerSummary:
     return ServerSummary(
+        is_cordoned=is_cordoned,
+        is_draining=is_draining,
         server_id=server_id,
         is_alive=True,
         last_seen_s=0.1,
@@ -120,7 +149,10 @@ class Heard:
 
 @dataclass
 class FakeScheduler:
-    """Answers what routers ask. Without routes a PlaceModel waits; `place` decides otherwise when set."""
+    """Answers what routers ask. Without routes a PlaceModel waits; `place` decides otherwise when set.
+
+    `taken_out` maps cordoned servers to whether they drain, `held` servers to the instances that are there.
+    """
 
     bus: Bus
     router_id: str = "router-0"
@@ -129,6 +161,9 @@ class FakeScheduler:
     routes: dict[str, Route] = field(default_factory=dict)
     jobs: dict[str, JobStatus] = field(default_factory=dict)
     servers: tuple[str, ...] = ()
+    taken_out: dict[str, bool] = field(default_factory=dict)
+    held: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    explanations: dict[str, ExplainModelReply] = field(default_factory=dict)
     place: Callable[[PlaceModel], PlaceModelReply | WhimbrelError] | None = None
     errors: dict[type[Message], WhimbrelError] = field(default_factory=dict)
     is_mute: bool = False
@@ -200,11 +235,50 @@ class FakeScheduler:
             case GetCluster():
                 return GetClusterReply(
                     scheduler_epoch=self.epoch,
-                    servers=tuple(a_server(server_id) for server_id in self.servers),
+                    servers=tuple(self._server(server_id) for server_id in self.servers),
                     routers=(self.router_id,),
                     waiting_requests=0,
                 )
+            case CordonServer():
+                self.taken_out[message.server_id] = message.drain or self.taken_out.get(message.server_id, False)
+                return self._taken_out(message.server_id)
+            case UncordonServer():
+                self.taken_out.pop(message.server_id, None)
+                return self._taken_out(message.server_id)
+            case ScaleModel():
+                return self._scale(message)
+            case ExplainModel():
+                if message.model_id not in self.models:
+                    raise ModelNotFound(model_id=message.model_id)
+                return self.explanations.get(message.model_id) or an_explanation(message.model_id)
         return Ack()
+
+    def _server(self, server_id: str) -> ServerSummary:
+        is_cordoned = server_id in self.taken_out
+        return a_server(server_id, is_cordoned=is_cordoned, is_draining=self.taken_out.get(server_id, False))
+
+    def _taken_out(self, server_id: str) -> CordonServerReply:
+        if server_id not in self.servers:
+            raise ServerNotFound(server_id=server_id, known=", ".join(self.servers))
+        return CordonServerReply(
+            server_id=server_id,
+            is_cordoned=server_id in self.taken_out,
+            is_draining=self.taken_out.get(server_id, False),
+            instances=self.held.get(server_id, ()),
+        )
+
+    def _scale(self, message: ScaleModel) -> ScaleModelReply:
+        known = self.models[message.model_id].scaling
+        return ScaleModelReply(
+            model_id=message.model_id,
+            scaling=Scaling(
+                min_instances=known.min_instances if message.min_instances is None else message.min_instances,
+                max_instances=message.max_instances or known.max_instances,
+                target_concurrency=message.target_concurrency or known.target_concurrency,
+            ),
+            keep_alive_s=60.0 if message.keep_alive_s is None else message.keep_alive_s,
+            desired_instances=2,
+        )
 
     def _place(self, message: PlaceModel) -> PlaceModelReply:
         if self.place is not None:

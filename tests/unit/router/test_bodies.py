@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from whimbrel.wire import errors
 from whimbrel.wire.errors import ERRORS, WhimbrelError
-from whimbrel.wire.messages import DeployModel, Stages, Tier
+from whimbrel.wire.messages import DeployModel, ScaleModel, Scaling, Stages, Tier
 
 from services.router.core.deployments import read_deployment
 from services.router.core.openai import Answer, Usage
+from services.router.core.scalings import read_scale
 from services.router.core.statuses import STATUSES, error_object, retry_after_s, status_of
 from services.router.core.timings import stage_times
 from services.router.openapi import DOCUMENT
@@ -170,6 +171,9 @@ def test_every_kind_of_source_can_be_deployed(source: str) -> None:
         ({"keep_alive_s": -1}, "keep_alive_s"),
         ({"keep_alive_s": "5"}, "keep_alive_s"),
         ({"extra": 1}, "extra"),
+        ({"scaling": 1}, "scaling"),
+        ({"scaling": {"max_instances": "2"}}, "scaling.max_instances"),
+        ({"scaling": {"min_instances": 3, "max_instances": 2}}, "scaling.min_instances"),
     ],
     ids=str,
 )
@@ -178,6 +182,49 @@ def test_a_bad_deployment_is_refused_by_field(change: dict[str, object], field: 
         read_deployment({"model": "tiny", "source": "/models/tiny", **change})
     assert caught.value.field == field
     assert "secret" not in str(caught.value)
+
+
+def test_a_scaling_is_read_and_a_minimum_raises_the_maximum() -> None:
+    """R6"""
+    body: dict[str, object] = {"model": "tiny", "source": "/models/tiny"}
+    assert read_deployment(body).scaling is None
+    assert read_deployment({**body, "scaling": None}).scaling is None
+    assert read_deployment({**body, "scaling": {}}).scaling == Scaling()
+    assert read_deployment({**body, "scaling": {"min_instances": 3}}).scaling == Scaling(
+        min_instances=3, max_instances=3
+    )
+
+
+def test_a_change_of_scaling_names_only_what_changes() -> None:
+    body = {"scaling": {"min_instances": 0, "target_concurrency": 2}, "keep_alive_s": 5}
+    assert read_scale("tiny", body) == ScaleModel(
+        model_id="tiny", min_instances=0, target_concurrency=2, keep_alive_s=5.0
+    )
+    assert read_scale("tiny", {"keep_alive_s": 0}) == ScaleModel(model_id="tiny", keep_alive_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "body"),
+        ({"scaling": {}}, "body"),
+        ([], "body"),
+        ({"source": "/elsewhere"}, "source"),
+        ({"keep_alive_s": -1}, "keep_alive_s"),
+        ({"keep_alive_s": None}, "keep_alive_s"),
+        ({"scaling": None}, "scaling"),
+        ({"scaling": {"min_instances": -1}}, "scaling.min_instances"),
+        ({"scaling": {"max_instances": 0}}, "scaling.max_instances"),
+        ({"scaling": {"target_concurrency": 0.5}}, "scaling.target_concurrency"),
+        ({"scaling": {"min_instances": True}}, "scaling.min_instances"),
+        ({"scaling": {"replicas": 1}}, "scaling.replicas"),
+    ],
+    ids=str,
+)
+def test_a_bad_change_of_scaling_is_refused_by_field(body: object, field: str) -> None:
+    with pytest.raises(errors.InvalidRequest) as caught:
+        read_scale("tiny", body)
+    assert caught.value.field == field
 
 
 def test_the_openapi_document_names_the_paths() -> None:

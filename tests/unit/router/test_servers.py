@@ -6,6 +6,7 @@ import pytest
 import pytest_asyncio
 from whimbrel.wire.errors import Conflict
 from whimbrel.wire.messages import (
+    CordonServer,
     EvictModel,
     GetLoads,
     GetLoadsReply,
@@ -17,6 +18,7 @@ from whimbrel.wire.messages import (
     PinModel,
     PrefetchModel,
     Tier,
+    UncordonServer,
     UnpinModel,
     WaitStage,
 )
@@ -141,6 +143,29 @@ async def test_a_server_measures_its_storage(bench: Bench, agent: FakeAgent) -> 
     )  # fmt: skip
     answer = (await bench.client.post(f"{SERVER}/measure")).json()
     assert (answer["server"], answer["is_direct"], answer["warnings"]) == ("server-0", True, ["no huge pages"])
+
+
+async def test_a_server_is_taken_out_and_brought_back(bench: Bench) -> None:
+    """Whether its agent lives or not: the scheduler decides."""
+    bench.scheduler.held["server-1"] = ("instance-1",)
+    server = "/admin/servers/server-1"
+    for order, is_cordoned, is_draining in (("cordon", True, False), ("drain", True, True), ("uncordon", False, False)):
+        response = await bench.client.post(f"{server}/{order}")
+        assert (response.status_code, response.json()) == (
+            200,
+            {
+                "server": "server-1",
+                "is_cordoned": is_cordoned,
+                "is_draining": is_draining,
+                "instances": ["instance-1"],
+            },
+        )
+    orders = bench.scheduler.heard.all(CordonServer)
+    assert orders == [CordonServer(server_id="server-1"), CordonServer(server_id="server-1", drain=True)]
+    assert bench.scheduler.heard.all(UncordonServer) == [UncordonServer(server_id="server-1")]
+    response = await bench.client.post("/admin/servers/absent/drain")
+    assert error_of(response) == (404, "server_not_found", None)
+    assert "server-0, server-1" in response.text
 
 
 async def test_an_agent_that_is_away_is_a_503(bench: Bench, agent: FakeAgent) -> None:

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 DIR ?= .whimbrel
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup demo up down test check sanitize fuzz format bench bench-report models clean
+.PHONY: setup demo up down test check nightly-simulation sanitize fuzz format bench bench-report models clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ down: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+# The simulation at night's length, over seeds of its own: about eight hours. SEED, SEEDS and STEPS choose others.
+nightly-simulation: $(STAMP)
+	STEPS=$${STEPS:-5000000} SEEDS=$${SEEDS:-1000} SEED=$${SEED:-$$RANDOM} $(BIN)/python -m pytest -q tests/simulation
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -60,6 +64,7 @@ bench: $(STAMP) models
 	mkdir -p docs/bench
 	$(BIN)/whimbrel bench coldstart --models .models --json > docs/bench/coldstart.json
 	$(BIN)/whimbrel bench tiers --models .models --json > docs/bench/tiers.json
+	$(BIN)/whimbrel bench sched --json > docs/bench/sched.json
 	$(BIN)/ckptio bench --ablation --plot docs/bench/ckptio.svg --json > docs/bench/ckptio.json
 	$(MAKE) bench-report
 

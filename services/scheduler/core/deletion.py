@@ -72,6 +72,7 @@ def _remove(step: Step, model: Model) -> None:
     if model.repository_server_id in model.removed and model.removed.issuperset(server_ids):
         del step.cluster.models[model.model_id]
         del step.cluster.deleting[model.model_id]
+        step.cluster.minimums.pop(model.model_id, None)
         step.cluster.decisions.pop(model.model_id, None)
         _forget_resumes(step, model)
         step.forget(model.record)

@@ -33,7 +33,7 @@ def rebuild(records: Iterable[Record], *, now: float, lost_after_s: float) -> Cl
                 cluster.models[record.model_id] = Model(record=record)
                 if record.state is ModelState.DELETING:
                     cluster.deleting[record.model_id] = None
-                if record.scaling.min_instances:
+                if record.scaling.min_instances and cluster.models[record.model_id].is_servable:
                     cluster.minimums[record.model_id] = None
             case JobRecord():
                 cluster.jobs[record.key()] = Job(record=record, total_bytes=record.job.total_bytes)

@@ -9,6 +9,7 @@ from whimbrel.wire.events import ModelScaled, PublicEvent, ServerCordoned, Serve
 from whimbrel.wire.messages import (
     CordonServer,
     CordonServerReply,
+    DeleteModel,
     ErrorReply,
     GetCluster,
     GetClusterReply,
@@ -224,3 +225,19 @@ def test_a_model_that_is_not_there_can_not_be_scaled() -> None:
     reply = ask(a_cluster("b"), ScaleModel(model_id="a", min_instances=1))
     assert isinstance(reply, ErrorReply)
     assert reply.code == "model_not_found"
+
+
+def test_a_model_with_a_minimum_that_is_being_deleted_is_forgotten_by_the_next_leader_too() -> None:
+    """Found by the simulation: the next leader looked for the minimum of a model that was gone."""
+    cluster = a_cluster("a")
+    scale(cluster, min_instances=1)
+    cluster.run(5.0)
+    agent = cluster.kill_agent("s0")
+    ask(cluster, DeleteModel(model_id="a"))
+    cluster.stop_scheduler()
+    cluster.start_scheduler()
+    cluster.start_agent("s0", tiers=agent.tiers)
+    cluster.run(10.0)
+    assert cluster.controller is not None
+    assert "a" not in cluster.controller.cluster.models
+    assert cluster.instances() == []

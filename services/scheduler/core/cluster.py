@@ -10,8 +10,9 @@ from services.scheduler.core import scaling, sights
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.kept import KeptDecision
 from services.scheduler.core.models import Job, Model, Reservation
+from services.scheduler.core.overview import Overview
 from services.scheduler.core.servers import Router, Server, Slot
-from services.scheduler.core.views import ServerView, Shape, Snapshot, Task
+from services.scheduler.core.views import Shape, Snapshot, Task
 
 # Instances that stand for their model: they count as those that it has. One that unloads is soon gone or stays after
 # all; one that drains may take long and takes no request, so it doesn't count.
@@ -43,6 +44,7 @@ class Cluster:
         #: Whether a slot may have been released since the deferred models were last tried.
         self.is_released = False
         self._shapes: frozenset[Shape] | None = None
+        self._overview = Overview()
 
     # Looking up and adding.
 
@@ -150,8 +152,12 @@ class Cluster:
 
     def touch(self, server_id: str) -> None:
         """Something that placement looks at changed on this server, perhaps to a waiting model's good."""
-        self.servers[server_id].view = None
+        self._overview.doubt(server_id)
         self.is_released = True
+
+    def doubt(self, server_id: str) -> None:
+        """What placement sees of this server changed, though no slot was released: its queues, or its speeds."""
+        self._overview.doubt(server_id)
 
     def touch_peers(self, instance: Instance) -> None:
         """As `touch`; with one fewer, the others of its model may not go any more."""
@@ -180,26 +186,22 @@ class Cluster:
 
     def snapshot(self, now: float) -> Snapshot:
         """The live servers; views of servers that nothing happened to are used again."""
-        views = tuple([server.view or self._look(server) for server in self.servers.values() if server.is_alive])
+        views = self._overview.views(self)
+        nearness = self._overview.nearness
         if now < self.settled_s:
-            return Snapshot(servers=views, shapes=None)
+            return Snapshot(servers=views, shapes=None, nearness=nearness)
         if self._shapes is None:
             shapes = (server.shape() for server in self.servers.values() if server.capacity_bytes > 0)
             self._shapes = frozenset(shapes)
-        return Snapshot(servers=views, shapes=self._shapes or None)
+        return Snapshot(servers=views, shapes=self._shapes or None, nearness=nearness)
 
     def has_open_slot(self) -> bool:
         """Whether any server has a slot that is free or could be freed at once."""
-        views = (server.view or self._look(server) for server in self.servers.values() if server.is_alive)
-        return any((view.free_slots or view.idle) and not view.is_cordoned for view in views)
+        return any((view.free_slots or view.idle) and not view.is_cordoned for view in self._overview.views(self))
 
     def task_of(self, model: Model) -> Task:
         """What loading the model takes."""
         return sights.task_of(model)
-
-    def _look(self, server: Server) -> ServerView:
-        server.view = sights.look(self, server)
-        return server.view
 
     # Durability.
 

@@ -126,7 +126,7 @@ def _as_holder(step: Step, server: Server) -> scaling.Holder:
         is_host=server.is_host,
         capacity_bytes=server.capacity_bytes,
         used_bytes=sum(sights.room_bytes(instance, is_host=server.is_host) for instance in instances),
-        free_slots=tuple(slot.view() for slot in server.slots.values() if slot.is_free),
+        free_slots=tuple(slot.view for slot in server.slots.values() if slot.is_free),
         held=tuple(_as_held(step, instance) for instance in instances if instance.state is InstanceState.READY),
     )
 
@@ -137,7 +137,7 @@ def _as_held(step: Step, instance: Instance) -> scaling.Held:
     return scaling.Held(
         instance_id=record.instance_id,
         model_id=record.model_id,
-        slots=tuple(server.slots[slot].view() for slot in record.slots),
+        slots=tuple(server.slots[slot].view for slot in record.slots),
         room_bytes=sights.room_bytes(instance, is_host=server.is_host),
         ready_s=instance.ready_s,
         idle_since_s=instance.idle_since_s,

@@ -18,19 +18,21 @@ more, and whichever is left costs the same as if it were alone there. So the res
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from heapq import nsmallest
 from itertools import combinations
+from math import inf
 from typing import NamedTuple
 
 from whimbrel.wire.messages import Tier
 
 from services.scheduler.core.decisions import Candidate, Move
 from services.scheduler.core.estimates import Estimate
+from services.scheduler.core.openings import Destination, Openings
 from services.scheduler.core.plans import (
     Fit,
     Room,
     all_fits,
     best_fit,
+    candidate_of,
     load_estimate,
     refusal_of,
     room_of,
@@ -82,33 +84,31 @@ class Plan(NamedTuple):
     taken: Taken = Taken()
 
 
-class Destination(NamedTuple):
-    """A server that an instance could move to, and what that costs when nobody else does: migration and reload."""
-
-    move_s: float
-    reload_s: float
-    server_id: str
-    server: ServerView
-
-
-def open_servers(snapshot: Snapshot) -> list[ServerView]:
-    """Those that something could move to."""
-    return [server for server in snapshot.servers if (server.free_slots or server.idle) and not server.is_cordoned]
-
-
 def consider(server: ServerView, task: Task, snapshot: Snapshot, now: float) -> Candidate:
     """A server's terms: loading there at once, or after the cheapest displacement."""
     refusal = refusal_of(server, task)
     if refusal is not None:
         return Candidate(server_id=server.server_id, refusal=refusal)
-    found = displace(server, task, open_servers(snapshot), now)
+    found = displace(server, task, Openings(snapshot, now), now)
     return Candidate(server_id=server.server_id, refusal=why_not(server, task)) if found is None else found
 
 
-def displace(server: ServerView, task: Task, open_to: Sequence[ServerView], now: float) -> Candidate | None:
-    """The best plan for the server, without moves if there is one. None when no plan is enough."""
+def displace(
+    server: ServerView, task: Task, openings: Openings, now: float, *, cost_s_max: float = inf
+) -> Candidate | None:
+    """The best plan for the server, without moves if there is one. None when no plan is enough, or those that are cost
+    more than `cost_s_max`."""
+    fit = best_fit(task, room_of(server), server.idle, is_host=server.is_host)
+    if fit is not None:
+        # Nothing has a lower sum of migration times than nobody who moves.
+        return candidate_of(server, task, fit, now)
     movable = [occupant for occupant in server.running if occupant.resume is not None]
-    search = _Search(server=server, task=task, now=now, movable=movable, open_to=open_to)
+    if not movable:
+        return None
+    least_s = load_estimate(server, task, now).total_s
+    search = _Search(
+        server=server, task=task, now=now, movable=movable, openings=openings, move_s_max=cost_s_max - least_s
+    )
     return search.best()
 
 
@@ -122,74 +122,70 @@ class _Search:
         task: Task,
         now: float,
         movable: Sequence[Occupant],
-        open_to: Sequence[ServerView],
+        openings: Openings,
+        move_s_max: float,
     ) -> None:
         self._server = server
         self._task = task
         self._now = now
         self._movable = movable
-        self._open_to = open_to
+        self._openings = openings
+        self._move_s_max = move_s_max
         self._best: tuple[Key, Candidate] | None = None
-        self._destinations: dict[tuple[str, int], list[Destination]] = {}
+        self._destinations: dict[str, tuple[int, list[Destination]]] = {}
 
     def best(self) -> Candidate | None:
-        """Without moves if that is possible at all: their sum would be 0, which nothing is below."""
-        self._close(Plan())
-        if self._best is not None:
-            return self._best[1]
+        """With as many moves as it takes; each further one only adds to their sum."""
         everything = room_of(self._server).plus([*self._server.idle, *self._movable])
         if everything.fit(self._task, is_host=self._server.is_host) is None:
             return None
-        for count in range(1, len(self._movable) + 1):
-            for movers in combinations(self._movable, count):
-                if self._is_worth_it(movers, count):
-                    self._branch(Plan(), movers, count)
+        # The cheapest first: the sooner a good plan is found, the sooner others are seen to be worse.
+        movable = sorted(self._movable, key=lambda mover: (self._least_s(mover), mover.instance_id))
+        for count in range(1, len(movable) + 1):
+            if sum(map(self._least_s, movable[:count])) > self._worst_s():
+                break
+            for movers in combinations(movable, count):
+                if self._is_worth_it(movers):
+                    self._branch(Plan(), sorted(movers, key=_by_id), count)
         return None if self._best is None else self._best[1]
 
-    def _is_worth_it(self, movers: Sequence[Occupant], count: int) -> bool:
+    def _worst_s(self) -> float:
+        """A plan whose moves take longer than this is of no use."""
+        return self._move_s_max if self._best is None else self._best[0][0]
+
+    def _least_s(self, mover: Occupant) -> float:
+        """What moving it costs at least."""
+        destinations = self._destinations_of(mover, 2)
+        return destinations[0].move_s if destinations else inf
+
+    def _is_worth_it(self, movers: Sequence[Occupant]) -> bool:
         """Whether moving these could be better than the best plan, and is enough once all idle ones are gone, too."""
-        least_s = 0.0
-        for mover in movers:
-            destinations = self._destinations_of(mover, count)
-            if not destinations:
-                return False
-            least_s += destinations[0].move_s
-        if self._best is not None and least_s > self._best[0][0]:
+        if sum(map(self._least_s, movers)) > self._worst_s():
             return False
         room = room_of(self._server).plus([*self._server.idle, *movers])
         return room.fit(self._task, is_host=self._server.is_host) is not None
 
     def _branch(self, plan: Plan, movers: Sequence[Occupant], count: int) -> None:
         """Send the first of `movers` to each of its destinations in turn."""
+        if plan.move_s > self._worst_s():
+            return
         if self._best is not None and (plan.move_s, plan.reload_s) > self._best[0][:2]:
             return
         if not movers:
             self._close(plan)
             return
         mover, *others = movers
-        for destination in self._destinations_of(mover, count):
+        for destination in self._destinations_of(mover, count + 1):
             for further in self._moved(plan, mover, destination.server):
                 self._branch(further, others, count)
 
     def _destinations_of(self, mover: Occupant, count: int) -> list[Destination]:
-        key = (mover.instance_id, count)
-        if key not in self._destinations:
-            alone = (self._alone(mover, server) for server in self._open_to)
-            able = [destination for destination in alone if destination is not None]
-            self._destinations[key] = nsmallest(count + 1, able, key=lambda one: one[:3])
-        return self._destinations[key]
-
-    def _alone(self, mover: Occupant, server: ServerView) -> Destination | None:
-        """What moving there costs when nobody else does."""
-        assert mover.resume is not None, "only those that can be resumed move"
-        resume_s = mover.resume.seconds(self._now)
-        if any(idle.task.model_id == mover.task.model_id for idle in server.idle):
-            return Destination(resume_s, 0.0, server.server_id, server)
-        fit = best_fit(mover.task, room_of(server), server.idle, is_host=server.is_host)
-        if fit is None:
-            return None
-        load_s = load_estimate(server, mover.task, self._now).total_s
-        return Destination(load_s + resume_s, fit.reload_s, server.server_id, server)
+        """The cheapest `count`, if there are so many."""
+        known = self._destinations.get(mover.instance_id)
+        if known is None or known[0] < count:
+            found = self._openings.cheapest(mover, count, self._worst_s())
+            known = self._destinations[mover.instance_id] = (count, found)
+        return known[1][:count]
 
     def _moved(self, plan: Plan, mover: Occupant, server: ServerView) -> Iterator[Plan]:
         """The plan with this move, in every way that may be needed."""
@@ -276,6 +272,10 @@ class _Search:
         key = _key(plan.move_s, candidate)
         if self._best is None or key < self._best[0]:
             self._best = (key, candidate)
+
+
+def _by_id(occupant: Occupant) -> str:
+    return occupant.instance_id
 
 
 def _key(move_s: float, candidate: Candidate) -> Key:

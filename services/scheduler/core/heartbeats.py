@@ -19,7 +19,7 @@ from whimbrel.wire.records import InstanceState
 from services.scheduler.core import commands, jobs, lifecycle, loading
 from services.scheduler.core.instances import Instance, InstanceEvent
 from services.scheduler.core.ready import ToAgent
-from services.scheduler.core.servers import Server, Slot
+from services.scheduler.core.servers import Server, Slot, is_other_device
 from services.scheduler.core.settings import DETACHED_WAIT_S
 from services.scheduler.core.step import Step
 
@@ -53,11 +53,11 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
     slot = step.cluster.slot(message.server_id, message.slot, now=step.now)
     known = slot.heartbeat
     is_new_life = known is not None and known.epoch != message.epoch
-    if known is None or (known.device, known.memory_size_bytes) != (message.device, message.memory_size_bytes):
+    if known is None or is_other_device(known, message):
         step.cluster.reshape()
         step.cluster.touch(message.server_id)
     was_free = slot.is_free
-    slot.heartbeat = message
+    slot.hear(message)
     slot.seen_s = step.now
     slot.is_alive = True
     slot.occupant = message.instance_id

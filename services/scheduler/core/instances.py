@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 from whimbrel.wire.messages import LoadFinished, WaitStage
@@ -65,6 +66,13 @@ class IllegalTransition(Exception):
         self.state = state
         self.event = event
         super().__init__(f"an instance that is {state} can't take {event}")
+
+
+class Seen(NamedTuple):
+    """What placement saw of an instance, and the speed that this was made from."""
+
+    occupant: Occupant
+    speed: PathSpeed
 
 
 @dataclass(slots=True)
@@ -133,7 +141,7 @@ class Instance:
     kept_until_s: float | None = None
     unload_sent_s: float = -inf
     #: What placement saw of it, with what that was made from.
-    occupant: tuple[tuple[float, PathSpeed], Occupant] | None = None
+    occupant: Seen | None = None
     active: dict[str, Running] = field(default_factory=dict)
     promised: dict[str, float] = field(default_factory=dict)
 

@@ -222,6 +222,7 @@ def _learn_overhead(step: Step, instance: Instance) -> None:
     tier = instance.load.source_tier
     record = observe_overhead(server.bandwidth(tier), overhead_s)
     server.learn(record)
+    step.cluster.doubt(server.server_id)
     step.save(record)
 
 

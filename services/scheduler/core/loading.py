@@ -38,7 +38,7 @@ def on_load_progressed(step: Step, message: LoadProgressed, reply_to: str | None
     if message.stage is slowest and message.total_bytes > 0:
         queues = step.cluster.servers[message.server_id].queues
         queues.progress(message.task_id, message.done_bytes / message.total_bytes, now=step.now)
-        step.cluster.servers[message.server_id].view = None
+        step.cluster.doubt(message.server_id)
 
 
 def on_load_finished(step: Step, message: LoadFinished, reply_to: str | None) -> None:
@@ -53,7 +53,7 @@ def on_load_finished(step: Step, message: LoadFinished, reply_to: str | None) ->
     instance.progress_s = step.now
     instance.stage = WaitStage.BINDING
     step.cluster.servers[message.server_id].queues.remove(message.task_id, now=step.now)
-    step.cluster.servers[message.server_id].view = None
+    step.cluster.doubt(message.server_id)
     if instance.ready_heard_s is not None:
         hear_ready(step, instance)
 
@@ -175,6 +175,7 @@ def _learn_transfers(step: Step, server_id: str, reports: tuple[TierReport, ...]
             known = server.bandwidth(report.tier)
             record = observe_transfer(known, size_bytes=report.size_bytes, seconds=report.seconds)
             server.learn(record)
+            step.cluster.doubt(server_id)
             step.save(record)
 
 

@@ -53,9 +53,14 @@ def best_fit(task: Task, room: Room, idle: Sequence[Occupant], *, is_host: bool)
         return Fit(slots, (), 0.0)
     if not idle or room.plus(idle).fit(task, is_host=is_host) is None:
         return None
+    one = _best_single(task, room, idle, is_host=is_host)
     best: tuple[tuple[float, int, tuple[tuple[float, str], ...]], Fit] | None = None
-    cheapest = sorted(occupant.reload_s for occupant in idle)
-    for count in range(1, len(idle) + 1):
+    cheapest = sorted([occupant.reload_s for occupant in idle])
+    if one is not None:
+        if len(idle) == 1 or one.reload_s <= cheapest[0] + cheapest[1]:
+            return one
+        best = ((one.reload_s, 1, ((one.evict[0].idle_since_s, one.evict[0].instance_id),)), one)
+    for count in range(2, len(idle) + 1):
         if best is not None and sum(cheapest[:count]) >= best[0][0]:
             break
         for gone in combinations(idle, count):
@@ -70,6 +75,19 @@ def best_fit(task: Task, room: Room, idle: Sequence[Occupant], *, is_host: bool)
                 best = (key, Fit(slots, gone, reload_s))
     assert best is not None, "all of them together are enough"
     return best[1]
+
+
+def _best_single(task: Task, room: Room, idle: Sequence[Occupant], *, is_host: bool) -> Fit | None:
+    """The best single instance to evict: nearly always one is enough."""
+    for occupant in sorted(idle, key=_cheapest_first) if len(idle) > 1 else idle:
+        slots = room.plus((occupant,)).fit(task, is_host=is_host)
+        if slots is not None:
+            return Fit(slots, (occupant,), occupant.reload_s)
+    return None
+
+
+def _cheapest_first(occupant: Occupant) -> tuple[float, float, str]:
+    return occupant.reload_s, occupant.idle_since_s, occupant.instance_id
 
 
 def all_fits(task: Task, room: Room, idle: Sequence[Occupant], *, is_host: bool) -> Iterator[Fit]:

@@ -27,7 +27,9 @@ from services.scheduler.core.decisions import (
     Placement,
     Reasons,
 )
+from services.scheduler.core.openings import Openings
 from services.scheduler.core.preemption import consider as consider_preempting
+from services.scheduler.core.queues import NO_WAIT
 from services.scheduler.core.views import NO_RESIDENT, ServerView, Snapshot, Task
 
 Policy = Callable[[Snapshot, Task, float], Decision]
@@ -36,10 +38,10 @@ Bound = tuple[bool, float, int, int, str]
 
 def migration(snapshot: Snapshot, task: Task, now: float) -> Decision:
     """The cheapest server overall (C2), with the moves that this takes."""
-    open_to = displacement.open_servers(snapshot)
+    openings = Openings(snapshot, now)
 
-    def look(server: ServerView) -> Candidate | None:
-        return displacement.displace(server, task, open_to, now)
+    def look(server: ServerView, cost_s_max: float) -> Candidate | None:
+        return displacement.displace(server, task, openings, now, cost_s_max=cost_s_max)
 
     return _cheapest(snapshot, task, now, look, displacement.consider)
 
@@ -47,7 +49,7 @@ def migration(snapshot: Snapshot, task: Task, now: float) -> Decision:
 def preemption(snapshot: Snapshot, task: Task, now: float) -> Decision:
     """The cheapest server overall, with what must be stopped there."""
 
-    def look(server: ServerView) -> Candidate | None:
+    def look(server: ServerView, cost_s_max: float) -> Candidate | None:
         candidate = consider_preempting(server, task, snapshot, now)
         return None if candidate.refusal is not None else candidate
 
@@ -98,42 +100,64 @@ def _cheapest(
     snapshot: Snapshot,
     task: Task,
     now: float,
-    look: Callable[[ServerView], Candidate | None],
+    look: Callable[[ServerView, float], Candidate | None],
     consider: Consider,
 ) -> Decision:
     best: Candidate | None = None
-    for bound, server in _by_bound(snapshot.servers, task, now):
+    for bound, server in _in_order(snapshot, task, now):
         if best is not None and bound >= best.rank:
             break
-        candidate = look(server)
+        # A server that just failed comes last, whatever it costs.
+        is_bounded = best is not None and not best.is_avoided
+        candidate = None if server is None else look(server, best.cost_s if best is not None and is_bounded else inf)
         if candidate is not None and (best is None or candidate.rank < best.rank):
             best = candidate
     return _decide(snapshot, task, now, best, consider)
 
 
-def _by_bound(servers: Sequence[ServerView], task: Task, now: float) -> Iterator[tuple[Bound, ServerView]]:
-    """Servers in the order of what their rank can't be below: t_load, and the least that must go where no slot is free.
+def _in_order(snapshot: Snapshot, task: Task, now: float) -> Iterator[tuple[Bound, ServerView | None]]:
+    """Servers in the order of what their rank can't be below. Those that hold some of the checkpoint come first, as
+    long as they are below the floor of the others; an entry without a server says that the others come now."""
+    near = snapshot.nearness
+    if near is None:
+        yield from sorted(_bounds(snapshot.servers, task, now), key=_bound_of)
+        return
+    held_by = near.holders.get(task.checkpoint, {})
+    holders = sorted(_bounds([near.views[server_id] for server_id in held_by], task, now), key=_bound_of)
+    floor: Bound = (False, near.floor_s(task.size_bytes), 0, 0, "")
+    taken = 0
+    while taken < len(holders) and holders[taken][0] < floor:
+        yield holders[taken]
+        taken += 1
+    yield floor, None
+    others = [server for server in snapshot.servers if server.server_id not in held_by]
+    yield from sorted([*holders[taken:], *_bounds(others, task, now)], key=_bound_of)
 
-    This runs for every server of every decision, so it makes no values that it does not need.
+
+def _bounds(servers: Sequence[ServerView], task: Task, now: float) -> list[tuple[Bound, ServerView]]:
+    """What the rank of each server can't be below: t_load, and the least that must go where no slot is free. Those that
+    can't take the task at all are left out.
+
+    This runs for many servers of every decision, so it makes no values that it does not need.
     """
     avoid, size_bytes, checkpoint = task.avoid, task.size_bytes, task.checkpoint
     bounds: list[tuple[Bound, ServerView]] = []
     for server in servers:
-        if size_bytes > server.capacity_bytes or server.is_cordoned or server.least_gone_s == inf:
+        gone_s = server.least_gone_s
+        if gone_s == inf or size_bytes > server.capacity_bytes or server.is_cordoned:
             continue
         tier, left_bytes = server.residency.get(checkpoint, NO_RESIDENT)
         if left_bytes < 0:
             left_bytes = size_bytes
         speed = server.speeds[tier]
         wait = server.waits.get(tier)
-        queue_s = 0.0 if wait is None else wait.queue_s(now)
+        queue_s = 0.0 if wait is None or wait is NO_WAIT else wait.queue_s(now)
         # Summed as an estimate is, so that equal costs are equal to the last bit, and the search ends there.
-        cost_s = queue_s + left_bytes * speed.seconds_per_byte + speed.overhead_s + server.least_gone_s
+        cost_s = queue_s + left_bytes * speed.seconds_per_byte + speed.overhead_s + gone_s
         server_id = server.server_id
         moves, evictions = (0, 0) if server.free_slots else ((0, 1) if server.idle else (1, 0))
         bounds.append(((server_id in avoid, cost_s, moves, evictions, server_id), server))
-    bounds.sort(key=_bound_of)
-    yield from bounds
+    return bounds
 
 
 def _bound_of(entry: tuple[Bound, ServerView]) -> Bound:

@@ -115,4 +115,7 @@ class PathQueues:
 
     def waits(self) -> dict[Tier, PathWait]:
         """q of every path, as it can be worked out later."""
-        return {tier: PathWait(queue.running_ends_s, queue.queued_s) for tier, queue in self._queues.items()}
+        return {
+            tier: PathWait(queue.running_ends_s, queue.queued_s) if len(queue) else NO_WAIT
+            for tier, queue in self._queues.items()
+        }

@@ -18,7 +18,8 @@ def on_inference_started(step: Step, message: InferenceStarted, reply_to: str | 
     instance = step.cluster.instances.get(message.instance_id)
     if instance is None:
         return
-    waiting.keep_promise(step, instance, message.request_id)
+    # On the way there before, running there now: to placement nothing has changed.
+    instance.promised.pop(message.request_id, None)
     _running(instance, message.router_id).start(message.request_id)
     _settle(step, instance, step.cluster.hear_router(message.router_id, now=step.now))
     model = step.cluster.models[instance.record.model_id]
@@ -99,4 +100,7 @@ def _settle(step: Step, instance: Instance, router: Router) -> None:
         if instance.instance_id in router.counted:
             del router.counted[instance.instance_id]
             instance.idle_since_s = max(instance.idle_since_s, step.now)
-    step.cluster.touch(instance.record.server_id)
+    if not instance.demand:
+        step.cluster.touch(instance.record.server_id)
+    else:
+        step.cluster.doubt(instance.record.server_id)

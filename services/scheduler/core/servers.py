@@ -12,7 +12,7 @@ from services.scheduler.core.bandwidth import prior
 from services.scheduler.core.estimates import PathSpeed, path_speeds
 from services.scheduler.core.queues import PathQueues
 from services.scheduler.core.residency import Residency, Resident
-from services.scheduler.core.views import ServerView, Shape, SlotView
+from services.scheduler.core.views import Shape, SlotView
 
 # What a worker says of a slot that maps models from the pool, instead of copying them to a device.
 HOST_DEVICE = "cpu"
@@ -34,23 +34,30 @@ class Slot:
     owner: str | None = None
     occupant: str | None = None
     reserved_for: str | None = None
+    #: What placement sees of it.
+    view: SlotView = field(init=False)
     unload_sent_s: float = -inf
+
+    def __post_init__(self) -> None:
+        self.view = SlotView(self.slot)
 
     @property
     def is_free(self) -> bool:
         """A worker that is alive and has nothing: an instance could be loaded there."""
-        is_heard = self.is_alive and self.heartbeat is not None
-        return is_heard and self.owner is None and self.occupant is None and self.reserved_for is None
+        is_empty = self.owner is None and self.occupant is None and self.reserved_for is None
+        return is_empty and self.is_alive and self.heartbeat is not None
 
     @property
     def is_host(self) -> bool:
         """Whether models are mapped here from the server's pool; assumed until its worker says otherwise."""
         return self.heartbeat is None or self.heartbeat.device == HOST_DEVICE
 
-    def view(self) -> SlotView:
-        """What placement sees of it."""
-        heartbeat = self.heartbeat
-        return SlotView(self.slot, 0 if heartbeat is None or self.is_host else heartbeat.memory_size_bytes)
+    def hear(self, heartbeat: WorkerHeartbeat) -> None:
+        """Take over what its worker says of itself."""
+        known = self.heartbeat
+        self.heartbeat = heartbeat
+        if known is None or is_other_device(known, heartbeat):
+            self.view = SlotView(self.slot, 0 if self.is_host else heartbeat.memory_size_bytes)
 
     def active_requests(self, instance_id: str) -> int:
         """What the worker itself counts for this instance."""
@@ -59,11 +66,16 @@ class Slot:
         return self.heartbeat.active_requests
 
 
+def is_other_device(known: WorkerHeartbeat, heartbeat: WorkerHeartbeat) -> bool:
+    """Whether models fit another way than before."""
+    return (known.device, known.memory_size_bytes) != (heartbeat.device, heartbeat.memory_size_bytes)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Server:
     """A machine: its storage agent, its slots, its load queues and what was learned of its tiers.
 
-    `instances` are those whose bytes lie in its pool; `view` is what placement sees, None when out of date;
+    `instances` are those whose bytes lie in its pool;
     `capacity_bytes` is the largest model that could be here: it passes through the SSD and stays in the pool.
     """
 
@@ -79,21 +91,24 @@ class Server:
     #: What operators decided about it; None when nothing ever was.
     record: ServerRecord | None = None
     is_drain_told: bool = False
-    view: ServerView | None = None
     capacity_bytes: int = 0
     _speeds: dict[Tier, PathSpeed] | None = None
+    _known_speeds: dict[Tier, PathSpeed] = field(default_factory=dict)
 
     def speeds(self) -> dict[Tier, PathSpeed]:
         """How fast its paths are, worked out once for what is known now."""
         if self._speeds is None:
-            self._speeds = path_speeds(self.server_id, self.bandwidths, self.probe_bytes_per_s)
+            known = self._known_speeds
+            speeds = path_speeds(self.server_id, self.bandwidths, self.probe_bytes_per_s)
+            # What did not change stays the same object, so that what was made from it can be seen to hold.
+            self._speeds = {tier: known[tier] if known.get(tier) == speed else speed for tier, speed in speeds.items()}
+            self._known_speeds = self._speeds
         return self._speeds
 
     def learn(self, record: BandwidthRecord) -> None:
         """What is known of a tier from now on."""
         self.bandwidths[record.tier] = record
         self._speeds = None
-        self.view = None
 
     def bandwidth(self, tier: Tier) -> BandwidthRecord:
         """What is known of a tier, be it only a prior."""
@@ -114,7 +129,7 @@ class Server:
 
     def shape(self) -> Shape:
         """How large it is, whatever is on it."""
-        memories = sorted((slot.view().memory_bytes for slot in self.slots.values()), reverse=True)
+        memories = sorted((slot.view.memory_bytes for slot in self.slots.values()), reverse=True)
         return Shape(self.is_host, self.capacity_bytes, tuple(memories))
 
     @property

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from whimbrel.wire.messages import Tier
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core.estimates import seconds_to_load
-from services.scheduler.core.instances import Instance
+from services.scheduler.core.estimates import PathSpeed, seconds_to_load
+from services.scheduler.core.instances import Instance, Seen
 from services.scheduler.core.models import Model
 from services.scheduler.core.servers import Server
 from services.scheduler.core.views import Occupant, ServerView, SlotView, Task
@@ -35,31 +34,42 @@ def task_of(model: Model) -> Task:
 
 
 def look(cluster: Cluster, server: Server) -> ServerView:
-    """The server as it is now. What its workers run can't be handed over yet, so no running instance has a `resume`."""
+    """The server as it is now. What its workers run can't be handed over yet, so no running instance has a `resume`.
+
+    This runs whenever something happens to a server, so it asks each thing once, and makes no values that it has.
+    """
     is_host = server.is_host
-    instances = [cluster.instances[instance_id] for instance_id in server.instances]
-    idle: list[Instance] = []
-    running: list[Instance] = []
-    for instance in instances:
-        if instance.state is not InstanceState.READY or not _is_unreserved(server, instance):
+    speeds = server.speeds()
+    idle: list[Occupant] = []
+    running: list[Occupant] = []
+    used_bytes = 0
+    for instance_id in server.instances:
+        instance = cluster.instances[instance_id]
+        state = instance.record.state
+        if is_host or state is InstanceState.LOADING:
+            used_bytes += instance.size_bytes
+        if state is not InstanceState.READY or not _is_unreserved(server, instance):
             continue
         if not cluster.is_idle(instance):
-            running.append(instance)
-        elif not instance.is_kept and not cluster.is_minimum(instance):
+            running.append(_occupant(cluster, server, instance, speeds[Tier.DRAM], is_host=is_host))
+        elif instance.kept_until_s is None and not cluster.is_minimum(instance):
             # One that is idle, but kept, is neither idle nor running to placement.
-            idle.append(instance)
-    idle.sort(key=lambda instance: (instance.idle_since_s, instance.instance_id))
-    running.sort(key=lambda instance: instance.instance_id)
+            idle.append(_occupant(cluster, server, instance, speeds[Tier.DRAM], is_host=is_host))
+    if len(idle) > 1:
+        idle.sort(key=_idle_longest)
+    free = [slot.view for slot in server.slots.values() if slot.is_free]
+    if len(free) > 1:
+        free.sort(key=_smallest)
     return ServerView(
         server_id=server.server_id,
         capacity_bytes=server.capacity_bytes,
-        used_bytes=sum(room_bytes(instance, is_host=is_host) for instance in instances),
-        free_slots=_sorted(slot.view() for slot in server.slots.values() if slot.is_free),
-        idle=tuple(_occupant(cluster, server, instance, is_host=is_host) for instance in idle),
-        running=tuple(_occupant(cluster, server, instance, is_host=is_host) for instance in running),
+        used_bytes=used_bytes,
+        free_slots=tuple(free),
+        idle=tuple(idle),
+        running=tuple(sorted(running, key=_name) if len(running) > 1 else running),
         waits=server.queues.waits(),
         residency=server.residency.entries,
-        speeds=server.speeds(),
+        speeds=speeds,
         is_host=is_host,
         is_cordoned=server.is_cordoned,
     )
@@ -79,24 +89,33 @@ def _is_unreserved(server: Server, instance: Instance) -> bool:
     return True
 
 
-def _sorted(slots: Iterable[SlotView]) -> tuple[SlotView, ...]:
-    return tuple(sorted(slots, key=lambda slot: (slot.memory_bytes, slot.slot)))
-
-
-def _occupant(cluster: Cluster, server: Server, instance: Instance, *, is_host: bool) -> Occupant:
+def _occupant(cluster: Cluster, server: Server, instance: Instance, speed: PathSpeed, *, is_host: bool) -> Occupant:
     """Made once for each time that the instance became idle, as long as the server's speeds are what they were."""
-    speed = server.speeds()[Tier.DRAM]
-    known = instance.occupant
     task = task_of(cluster.models[instance.record.model_id])
-    if known is not None and known[0] == (instance.idle_since_s, speed) and known[1].task is task:
-        return known[1]
+    known = instance.occupant
+    if known is not None and known.speed is speed:
+        occupant = known.occupant
+        if occupant.idle_since_s == instance.idle_since_s and occupant.task is task:
+            return occupant
     occupant = Occupant(
         instance_id=instance.instance_id,
-        slots=tuple([server.slots[slot].view() for slot in instance.record.slots]),
+        slots=tuple([server.slots[slot].view for slot in instance.record.slots]),
         task=task,
         room_bytes=room_bytes(instance, is_host=is_host),
         idle_since_s=instance.idle_since_s,
         reload_s=seconds_to_load(queue_s=0.0, size_bytes=instance.size_bytes, speed=speed),
     )
-    instance.occupant = ((instance.idle_since_s, speed), occupant)
+    instance.occupant = Seen(occupant, speed)
     return occupant
+
+
+def _idle_longest(occupant: Occupant) -> tuple[float, str]:
+    return occupant.idle_since_s, occupant.instance_id
+
+
+def _name(occupant: Occupant) -> str:
+    return occupant.instance_id
+
+
+def _smallest(slot: SlotView) -> tuple[int, int]:
+    return slot.memory_bytes, slot.slot

@@ -69,7 +69,8 @@ def keep_promise(step: Step, instance: Instance, request_id: str) -> None:
     """The request that was given this instance's route reached it, or will not come."""
     if instance.promised.pop(request_id, None) is not None:
         instance.idle_since_s = max(instance.idle_since_s, step.now)
-        step.cluster.touch(instance.record.server_id)
+        if not instance.demand:
+            step.cluster.touch(instance.record.server_id)
 
 
 def remove_waiter(step: Step, model: Model, request_id: str) -> None:
@@ -222,8 +223,9 @@ def _promise(step: Step, instance: Instance, request_id: str) -> PlaceModelReply
     """The route, held for this request until it arrives. Who did not wait for the load had a warm start."""
     added = commands.route_added(instance)
     is_warm = request_id not in instance.promised
+    if not instance.demand:
+        step.cluster.doubt(instance.record.server_id)
     instance.promised[request_id] = step.now + PROMISE_S
-    step.cluster.touch(instance.record.server_id)
     return PlaceModelReply(route=added.route, stages=Stages(tier=Tier.GPU) if is_warm else added.stages)
 
 

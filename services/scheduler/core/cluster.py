@@ -12,7 +12,7 @@ from services.scheduler.core.kept import KeptDecision
 from services.scheduler.core.models import Job, Model, Reservation
 from services.scheduler.core.overview import Overview
 from services.scheduler.core.servers import Router, Server, Slot
-from services.scheduler.core.views import Shape, Snapshot, Task
+from services.scheduler.core.views import ServerView, Shape, Snapshot, Task
 
 # Instances that stand for their model: they count as those that it has. One that unloads is soon gone or stays after
 # all; one that drains may take long and takes no request, so it doesn't count.
@@ -120,7 +120,9 @@ class Cluster:
         """How many more instances it should have; negative when it has more than its demand asks for."""
         if not model.is_servable:
             return 0
-        return scaling.desired(self.demand(model), model.record.scaling) - len(self.standing_instances(model))
+        standing = [self.instances[k] for k in model.instances if self.instances[k].record.state in STANDING]
+        demand = len(model.waiters) + sum([instance.demand for instance in standing])
+        return scaling.desired(demand, model.record.scaling) - len(standing)
 
     def open_job(self, model_id: str) -> Job | None:
         return next((j for j in self.jobs.values() if j.model_id == model_id and j.record.is_open), None)
@@ -165,8 +167,9 @@ class Cluster:
             self.touch(self.instances[other_id].record.server_id)
         self.touch(instance.record.server_id)
 
-    def reshape(self) -> None:
+    def reshape(self, server_id: str) -> None:
         """How large a server is has changed."""
+        self.servers[server_id].reshape()
         self._shapes = None
 
     def is_idle(self, instance: Instance) -> bool:
@@ -194,6 +197,10 @@ class Cluster:
             shapes = (server.shape() for server in self.servers.values() if server.capacity_bytes > 0)
             self._shapes = frozenset(shapes)
         return Snapshot(servers=views, shapes=self._shapes or None, nearness=nearness)
+
+    def view(self, server_id: str) -> ServerView | None:
+        """What placement sees of one server; None when it does not live."""
+        return self._overview.view(self, server_id)
 
     def has_open_slot(self) -> bool:
         """Whether any server has a slot that is free or could be freed at once."""

@@ -63,8 +63,9 @@ def _end_one(step: Step, ready: Iterable[Instance]) -> None:
 
 
 def _end_keep_alives(step: Step) -> None:
-    ready = [i for i in step.cluster.instances.values() if i.state is InstanceState.READY]
-    for instance_id in scaling.expired([_as_held(step, instance) for instance in ready], step.now):
+    ready = [i for i in step.cluster.instances.values() if i.record.state is InstanceState.READY]
+    due = [i for i in ready if not i.active and step.now - i.idle_since_s >= keep_alive_s(step, i)]
+    for instance_id in scaling.expired([_as_held(step, instance) for instance in due], step.now):
         instance = step.cluster.instances[instance_id]
         # Of several that have run out together, the last ones may be its minimum by now.
         if not step.cluster.is_minimum(instance):

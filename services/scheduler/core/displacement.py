@@ -103,7 +103,7 @@ def displace(
         # Nothing has a lower sum of migration times than nobody who moves.
         return candidate_of(server, task, fit, now)
     movable = [occupant for occupant in server.running if occupant.resume is not None]
-    if not movable:
+    if not movable or openings.is_empty:
         return None
     least_s = load_estimate(server, task, now).total_s
     search = _Search(
@@ -140,7 +140,8 @@ class _Search:
         if everything.fit(self._task, is_host=self._server.is_host) is None:
             return None
         # The cheapest first: the sooner a good plan is found, the sooner others are seen to be worse.
-        movable = sorted(self._movable, key=lambda mover: (self._least_s(mover), mover.instance_id))
+        able = [mover for mover in self._movable if self._least_s(mover) < inf]
+        movable = sorted(able, key=lambda mover: (self._least_s(mover), mover.instance_id))
         for count in range(1, len(movable) + 1):
             if sum(map(self._least_s, movable[:count])) > self._worst_s():
                 break

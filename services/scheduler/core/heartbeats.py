@@ -32,7 +32,7 @@ def on_agent_heartbeat(step: Step, message: AgentHeartbeat, reply_to: str | None
         step.tell(ServerJoined(server_id=message.server_id, epoch=message.epoch))
     if is_new_life or not server.is_alive or _looks_different(known, message):
         step.cluster.touch(message.server_id)
-        step.cluster.reshape()
+        step.cluster.reshape(message.server_id)
     entries = server.residency.entries
     is_heard = server.hear(message)
     if server.residency.entries is not entries:
@@ -53,11 +53,11 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
     slot = step.cluster.slot(message.server_id, message.slot, now=step.now)
     known = slot.heartbeat
     is_new_life = known is not None and known.epoch != message.epoch
-    if known is None or is_other_device(known, message):
-        step.cluster.reshape()
-        step.cluster.touch(message.server_id)
     was_free = slot.is_free
     slot.hear(message)
+    if known is None or is_other_device(known, message):
+        step.cluster.reshape(message.server_id)
+        step.cluster.touch(message.server_id)
     slot.seen_s = step.now
     slot.is_alive = True
     slot.occupant = message.instance_id

@@ -165,7 +165,7 @@ class Instance:
     @property
     def demand(self) -> int:
         """Requests that run on it or are on their way to it."""
-        return self.requests + len(self.promised)
+        return (self.requests if self.active else 0) + len(self.promised)
 
     def accepts(self, event: InstanceEvent) -> bool:
         """Whether the event is news in this state."""

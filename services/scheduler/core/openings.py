@@ -51,6 +51,11 @@ class Openings:
         able += self._far(mover, resume_s, near, count, far_s_max)
         return sorted(able, key=_cheapest_first)[:count]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing could move anywhere."""
+        return not self._servers()
+
     def _servers(self) -> dict[str, ServerView]:
         if self._open is None:
             self._open = {

@@ -30,6 +30,14 @@ class Overview:
         """The server may look different from now on."""
         self._doubted[server_id] = None
 
+    def view(self, cluster: Cluster, server_id: str) -> ServerView | None:
+        """One server as it is now; None when it does not live."""
+        if server_id in self._doubted:
+            del self._doubted[server_id]
+            self._look(cluster, server_id)
+            self._views = None
+        return self.nearness.views.get(server_id)
+
     def views(self, cluster: Cluster) -> tuple[ServerView, ...]:
         """All live servers as they are now."""
         if self._doubted:

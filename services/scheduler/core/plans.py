@@ -126,10 +126,9 @@ def consider(server: ServerView, task: Task, snapshot: Snapshot, now: float) -> 
     return candidate_of(server, task, fit, now)
 
 
-def renewed(placement: Placement, task: Task, snapshot: Snapshot, now: float) -> Placement | None:
+def renewed(placement: Placement, task: Task, server: ServerView | None, now: float) -> Placement | None:
     """A placement whose evictions are done, with the estimate of now. None when its slots are not there any more, the
     model does not fit them, or the server is no candidate."""
-    server = next((one for one in snapshot.servers if one.server_id == placement.server_id), None)
     if server is None or refusal_of(server, task) is not None or task.size_bytes > room_of(server).free_bytes:
         return None
     free = {slot.slot: slot for slot in server.free_slots}

@@ -92,6 +92,8 @@ class Server:
     record: ServerRecord | None = None
     is_drain_told: bool = False
     capacity_bytes: int = 0
+    #: Whether its slots map models from the pool.
+    is_host: bool = True
     _speeds: dict[Tier, PathSpeed] | None = None
     _known_speeds: dict[Tier, PathSpeed] = field(default_factory=dict)
 
@@ -122,10 +124,9 @@ class Server:
     def is_draining(self) -> bool:
         return self.record is not None and self.record.is_draining
 
-    @property
-    def is_host(self) -> bool:
-        """Whether its slots map models from the pool."""
-        return all(slot.is_host for slot in self.slots.values())
+    def reshape(self) -> None:
+        """Its slots, or their devices, are others."""
+        self.is_host = all(slot.is_host for slot in self.slots.values())
 
     def shape(self) -> Shape:
         """How large it is, whatever is on it."""

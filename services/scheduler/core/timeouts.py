@@ -73,11 +73,11 @@ def _forget_long_lost(step: Step, server: Server) -> None:
     if server.heartbeat is not None and not server.is_alive and server.seen_s < oldest_s:
         server.forget()
         step.cluster.touch(server.server_id)
-        step.cluster.reshape()
+        step.cluster.reshape(server.server_id)
     for slot in list(server.slots.values()):
         if not slot.is_alive and slot.seen_s < oldest_s and slot.owner is None and slot.reserved_for is None:
             del server.slots[slot.slot]
-            step.cluster.reshape()
+            step.cluster.reshape(server.server_id)
 
 
 def _end_promises(step: Step) -> None:

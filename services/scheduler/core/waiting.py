@@ -128,7 +128,8 @@ def _fulfil(step: Step, reservation: Reservation) -> None:
     placement = reservation.placement
     cluster.release(reservation.model_id)
     if placement is not None and cluster.shortfall(model) > 0:
-        current = plans.renewed(placement, cluster.task_of(model), cluster.snapshot(step.now), step.now)
+        server = cluster.view(placement.server_id)
+        current = plans.renewed(placement, cluster.task_of(model), server, step.now)
         if current is not None:
             lifecycle.start_load(step, model, current)
             return

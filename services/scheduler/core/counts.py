@@ -29,18 +29,22 @@ def want_more(step: Step, model: Model) -> None:
 
 def _want_more(step: Step) -> None:
     """Who has fewer instances than it should: those of a minimum, and those whose demand has grown."""
-    cluster = step.cluster
-    model_ids = dict.fromkeys(instance.record.model_id for instance in cluster.instances.values())
-    for model_id in [*cluster.minimums, *model_ids]:
-        want_more(step, cluster.models[model_id])
+    for model in [*map(step.cluster.models.__getitem__, step.cluster.minimums), *_scalable(step)]:
+        want_more(step, model)
+
+
+def _scalable(step: Step) -> list[Model]:
+    """Models with instances that may have, or do have, several. Most may have one, and there is nothing to count."""
+    models = step.cluster.models
+    found = {k: models[k] for k in (instance.record.model_id for instance in step.cluster.instances.values())}
+    return [model for model in found.values() if model.record.scaling.max_instances > 1 or len(model.instances) > 1]
 
 
 def _end_surplus(step: Step) -> None:
     """One instance at a time goes when there were more than demand asks for during a whole keep-alive. Idle ones end by
     their own keep-alive; this is for requests that are spread over more instances than they need."""
     cluster = step.cluster
-    for model_id in dict.fromkeys(instance.record.model_id for instance in cluster.instances.values()):
-        model = cluster.models[model_id]
+    for model in _scalable(step):
         ready = [i for i in cluster.instances_of(model) if i.state is InstanceState.READY]
         if cluster.shortfall(model) >= 0 or len(ready) < 2:
             model.surplus_since_s = None

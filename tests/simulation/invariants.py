@@ -6,6 +6,7 @@ from whimbrel.wire.messages import WorkerState
 from whimbrel.wire.records import InstanceRecord, InstanceState
 
 from services.gpu_worker.core.instance import State
+from services.scheduler.core import sights
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.ready import Ready
 from tests.simulation.cluster import SimCluster
@@ -14,6 +15,8 @@ from tests.simulation.store import at_once
 
 #: The store itself is read back so seldom, because decoding all of it takes as long as a step.
 STORE_EVERY = 200
+#: Looking at every server anew takes longer than a step as well.
+VIEWS_EVERY = 5
 #: A scheduler that stands still, or waits for the store, is late by some seconds.
 PROMISE_LATE_S_MAX = 8.0
 
@@ -34,6 +37,8 @@ def check_step(sim: SimCluster, scheduler: SimScheduler, ready: Ready) -> None:
         overdue = [k for k, until_s in instance.promised.items() if until_s < sim.clock.now - PROMISE_LATE_S_MAX]
         assert not overdue, f"{instance.instance_id} is held for {overdue}"
     _check_loads(cluster, ready)
+    if scheduler.steps % VIEWS_EVERY == 0:
+        check_views(cluster, sim.clock.now)
     for outgoing in ready.messages:
         epoch = getattr(outgoing.message, "scheduler_epoch", scheduler.epoch)
         assert epoch == scheduler.epoch, "a leader speaks in its own name"
@@ -129,3 +134,17 @@ def check_rest(sim: SimCluster) -> None:
         assert not router.streams
         assert not router.routes.activity(), "nothing is counted as running"
         assert len(router.routes) == 0, f"{router.router_id} still knows routes"
+
+
+def check_views(cluster: Cluster, now: float) -> None:
+    """Placement sees what is: no change of a server was forgotten to be told."""
+    seen = {view.server_id: view for view in cluster.snapshot(now).servers}
+    fresh = {server.server_id: sights.look(cluster, server) for server in cluster.live_servers()}
+    assert seen.keys() == fresh.keys(), "other servers live than placement thinks"
+    stale = {
+        f"{server_id}.{name}": (getattr(seen[server_id], name), getattr(view, name))
+        for server_id, view in fresh.items()
+        for name in view.__dataclass_fields__
+        if getattr(seen[server_id], name) != getattr(view, name)
+    }
+    assert not stale, f"out of date, and what it is: {stale}"

@@ -53,7 +53,7 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
     slot = step.cluster.slot(message.server_id, message.slot, now=step.now)
     known = slot.heartbeat
     is_new_life = known is not None and known.epoch != message.epoch
-    was_free = slot.is_free
+    before = (slot.is_free, slot.is_alive)
     slot.hear(message)
     if known is None or is_other_device(known, message):
         step.cluster.reshape(message.server_id)
@@ -61,7 +61,7 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
     slot.seen_s = step.now
     slot.is_alive = True
     slot.occupant = message.instance_id
-    if slot.is_free != was_free or _requests(known) != message.active_requests:
+    if (slot.is_free, slot.is_alive) != before or _running(known) != _running(message):
         step.cluster.touch(message.server_id)
     instance = _instance_on(step, slot)
     if instance is not None and is_new_life:
@@ -112,8 +112,9 @@ def _looks_different(known: AgentHeartbeat | None, message: AgentHeartbeat) -> b
     )
 
 
-def _requests(heartbeat: WorkerHeartbeat | None) -> int:
-    return 0 if heartbeat is None else heartbeat.active_requests
+def _running(heartbeat: WorkerHeartbeat | None) -> tuple[str | None, int]:
+    """What the worker has, and how many requests it counts there."""
+    return (None, 0) if heartbeat is None else (heartbeat.instance_id, heartbeat.active_requests)
 
 
 def _check_load(step: Step, instance: Instance, message: AgentHeartbeat, *, is_restarted: bool) -> None:

@@ -104,7 +104,7 @@ class ServerView:
     def __post_init__(self) -> None:
         if not self.free_slots:
             costs = [occupant.reload_s for occupant in self.idle]
-            costs += [o.resume.base_s + o.pause_s for o in self.running if o.resume is not None]
+            costs += [o.resume.base_s for o in self.running if o.resume is not None]
             object.__setattr__(self, "least_gone_s", min(costs, default=inf))
 
     def way(self, task: Task) -> Resident:

@@ -69,7 +69,9 @@ def keep_promise(step: Step, instance: Instance, request_id: str) -> None:
     """The request that was given this instance's route reached it, or will not come."""
     if instance.promised.pop(request_id, None) is not None:
         instance.idle_since_s = max(instance.idle_since_s, step.now)
-        if not instance.demand:
+        if instance.demand:
+            step.cluster.doubt(instance.record.server_id)
+        else:
             step.cluster.touch(instance.record.server_id)
 
 

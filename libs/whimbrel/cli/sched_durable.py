@@ -110,9 +110,10 @@ class Players:
         self.latencies_s: list[float] = []
 
     async def listen(self) -> None:
-        for subject in ("wb.cmd.agent.>", "wb.cmd.worker.>", "wb.cmd.router.>", "answers.>"):
+        everybody = (SUBJECTS.all_to_agents(), SUBJECTS.all_to_workers(), SUBJECTS.all_to_routers())
+        for subject in (*everybody, "answers.>"):
             await self._client.subscribe(subject, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
-        await self._client.subscribe("wb.hb.scheduler.>", cb=self._on_scheduler)
+        await self._client.subscribe(SUBJECTS.all_heartbeats("scheduler"), cb=self._on_scheduler)
         self._beats = asyncio.create_task(self._beat())
 
     def stop(self) -> None:

@@ -89,6 +89,15 @@ class Subjects:
     def all_to_router(self, router_id: str) -> str:
         return f"{self.cluster}.cmd.router.{token(router_id)}.*"
 
+    def all_to_agents(self) -> str:
+        return f"{self.cluster}.cmd.agent.>"
+
+    def all_to_workers(self) -> str:
+        return f"{self.cluster}.cmd.worker.>"
+
+    def all_to_routers(self) -> str:
+        return f"{self.cluster}.cmd.router.>"
+
     def all_heartbeats(self, service: str) -> str:
         return f"{self.cluster}.hb.{service}.>"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from zlib import crc32
 
 from whimbrel.wire.records import AccuracyRecord, InstanceState, Record, ResumeRecord
 
@@ -12,6 +13,7 @@ from services.scheduler.core.kept import KeptDecision
 from services.scheduler.core.models import Job, Model, Reservation
 from services.scheduler.core.overview import Overview
 from services.scheduler.core.servers import Router, Server, Slot
+from services.scheduler.core.settings import DECISIONS_KEPT_MAX
 from services.scheduler.core.views import ServerView, Shape, Snapshot, Task
 
 # Instances that stand for their model: they count as those that it has. One that unloads is soon gone or stays after
@@ -43,6 +45,9 @@ class Cluster:
         self.waiting_requests = 0
         #: Whether a slot may have been released since the deferred models were last tried.
         self.is_released = False
+        #: How far in the order of arrival those that wait were tried, when not all were.
+        self.tried_until: tuple[float, str] | None = None
+        self._draws = 0
         self._shapes: frozenset[Shape] | None = None
         self._overview = Overview()
 
@@ -100,6 +105,21 @@ class Cluster:
         del self.models[record.model_id].instances[record.instance_id]
         self.touch_peers(instance)
 
+    def occupy(self, instance: Instance) -> None:
+        """Its worker has it, or may have: until that worker says otherwise, none of its slots is free."""
+        record = instance.record
+        for number in record.slots:
+            slot = self.servers[record.server_id].slots[number]
+            slot.occupant = record.instance_id
+            slot.held_through = None if number == record.slot else record.slot
+
+    def vacate(self, server_id: str, slot: int, instance_id: str) -> None:
+        """The worker of the slot does not have the instance any more."""
+        for other in self.servers[server_id].slots.values():
+            if other.occupant == instance_id and (other.slot == slot or other.held_through == slot):
+                other.occupant = other.held_through = None
+        self.touch(server_id)
+
     def instances_of(self, model: Model) -> list[Instance]:
         return [self.instances[instance_id] for instance_id in model.instances]
 
@@ -122,7 +142,11 @@ class Cluster:
             return 0
         standing = [self.instances[k] for k in model.instances if self.instances[k].record.state in STANDING]
         demand = len(model.waiters) + sum([instance.demand for instance in standing])
-        return scaling.desired(demand, model.record.scaling) - len(standing)
+        wanted = scaling.desired(demand, model.record.scaling)
+        if wanted > len(standing) and any(i.record.state is InstanceState.READY and not i.demand for i in standing):
+            # One that has nothing to do will take what comes next.
+            wanted = max(model.record.scaling.min_instances, len(standing))
+        return wanted - len(standing)
 
     def open_job(self, model_id: str) -> Job | None:
         return next((j for j in self.jobs.values() if j.model_id == model_id and j.record.is_open), None)
@@ -205,6 +229,18 @@ class Cluster:
     def has_open_slot(self) -> bool:
         """Whether any server has a slot that is free or could be freed at once."""
         return any((view.free_slots or view.idle) and not view.is_cordoned for view in self._overview.views(self))
+
+    def draw(self, model_id: str) -> int:
+        """A number that looks drawn, and is the same for the same history."""
+        self._draws += 1
+        return crc32(f"{model_id}/{self._draws}".encode())
+
+    def keep(self, model_id: str, decision: KeptDecision) -> None:
+        """For those who ask why; the oldest are forgotten."""
+        self.decisions.pop(model_id, None)
+        self.decisions[model_id] = decision
+        if len(self.decisions) > DECISIONS_KEPT_MAX:
+            del self.decisions[next(iter(self.decisions))]
 
     def task_of(self, model: Model) -> Task:
         """What loading the model takes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import nsmallest
 
 from whimbrel.wire.records import InstanceState
 
@@ -10,6 +11,7 @@ from services.scheduler.core import lifecycle, scaling, sights
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.models import Model, Reservation
 from services.scheduler.core.servers import Server
+from services.scheduler.core.settings import DRAINS_TRIED_MAX
 from services.scheduler.core.step import Step
 
 
@@ -86,27 +88,33 @@ def keep_alive_s(step: Step, instance: Instance) -> float:
 
 
 def _drain_for_starving(step: Step) -> None:
-    """A model that has waited for `fair_wait_s` gets the slots of whoever has been ready longest."""
+    """A model that has waited for `fair_wait_s` gets the slots of whoever has been ready longest. Those for which that
+    was tried least lately come first, so that many that can't be helped don't keep others waiting."""
     cluster = step.cluster
     oldest_s = step.now - step.settings.fair_wait_s
     starving = [m for m in map(cluster.models.__getitem__, cluster.waiting) if m.oldest_wait_s <= oldest_s]
     starving = [model for model in starving if not _is_served_soon(step, model)]
     if not starving:
         return
-    for model in sorted(starving, key=lambda model: (model.oldest_wait_s, model.model_id)):
-        holders = [_as_holder(step, server) for server in cluster.live_servers() if not server.is_cordoned]
-        drain = scaling.choose_drain(holders, cluster.task_of(model))
+    holders = {s.server_id: _as_holder(step, s) for s in cluster.live_servers() if not s.is_cordoned}
+    for model in nsmallest(DRAINS_TRIED_MAX, starving, key=lambda m: (m.drain_tried_s, m.oldest_wait_s, m.model_id)):
+        model.drain_tried_s = step.now
+        drain = scaling.choose_drain(holders.values(), cluster.task_of(model))
         if drain is not None:
             _start_drain(step, model, drain)
+            holders[drain.server_id] = _as_holder(step, cluster.servers[drain.server_id])
 
 
 def _start_drain(step: Step, model: Model, drain: scaling.Drain) -> None:
+    """What was reserved before took too long: whoever is done first serves."""
+    step.cluster.release(model.model_id)
     reservation = Reservation(
         model_id=model.model_id,
         server_id=drain.server_id,
         slots=drain.slots,
         waiting_for=set(drain.instance_ids),
         is_drain=True,
+        since_s=step.now,
     )
     step.cluster.reserve(reservation)
     for instance_id in drain.instance_ids:
@@ -120,8 +128,14 @@ def _start_drain(step: Step, model: Model, drain: scaling.Drain) -> None:
 
 def _is_served_soon(step: Step, model: Model) -> bool:
     cluster = step.cluster
-    has_instance = bool(cluster.standing_instances(model))
-    return has_instance or model.model_id in cluster.reservations or not model.is_servable
+    if cluster.standing_instances(model) or not model.is_servable:
+        return True
+    reservation = cluster.reservations.get(model.model_id)
+    if reservation is None:
+        return False
+    server = cluster.servers[reservation.server_id]
+    is_stuck = reservation.is_drain and step.now - reservation.since_s >= step.settings.fair_wait_s
+    return server.is_alive and not server.is_cordoned and not is_stuck
 
 
 def _as_holder(step: Step, server: Server) -> scaling.Holder:

@@ -24,6 +24,7 @@ def on_delete_model(step: Step, message: DeleteModel, reply_to: str | None) -> N
         step.change_model(model, state=ModelState.DELETING)
         step.cluster.deleting[model.model_id] = None
         step.cluster.minimums.pop(model.model_id, None)
+        step.cluster.release(model.model_id)
         waiting.fail_waiters(step, model, error_reply(ModelNotFound(model_id=model.model_id)))
     step.answer(reply_to, DeleteModelReply(model_id=model.model_id))
 

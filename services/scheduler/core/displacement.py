@@ -69,9 +69,9 @@ class Taken(NamedTuple):
         slots = tuple(slot for slot in room.slots if (server.server_id, slot.slot) not in self.slots)
         return Room(slots, room.free_bytes - used_bytes)
 
-    def idle_at(self, server: ServerView) -> list[Occupant]:
-        """Those that may still go, or be moved into."""
-        return [occupant for occupant in server.idle if occupant.instance_id not in self.idle]
+    def idle_at(self, server: ServerView, task: Task) -> list[Occupant]:
+        """Those that may still go for the task, or be moved into."""
+        return [occupant for occupant in server.evictable(task) if occupant.instance_id not in self.idle]
 
 
 class Plan(NamedTuple):
@@ -89,7 +89,7 @@ def consider(server: ServerView, task: Task, snapshot: Snapshot, now: float) -> 
     refusal = refusal_of(server, task)
     if refusal is not None:
         return Candidate(server_id=server.server_id, refusal=refusal)
-    found = displace(server, task, Openings(snapshot, now), now)
+    found = displace(server, task, Openings(snapshot, task, now), now)
     return Candidate(server_id=server.server_id, refusal=why_not(server, task)) if found is None else found
 
 
@@ -98,11 +98,11 @@ def displace(
 ) -> Candidate | None:
     """The best plan for the server, without moves if there is one. None when no plan is enough, or those that are cost
     more than `cost_s_max`."""
-    fit = best_fit(task, room_of(server), server.idle, is_host=server.is_host)
+    fit = best_fit(task, room_of(server), server.evictable(task), is_host=server.is_host)
     if fit is not None:
         # Nothing has a lower sum of migration times than nobody who moves.
         return candidate_of(server, task, fit, now)
-    movable = [occupant for occupant in server.running if occupant.resume is not None]
+    movable = [o for o in server.running if o.resume is not None and o.task.model_id != task.model_id]
     if not movable or openings.is_empty:
         return None
     least_s = load_estimate(server, task, now).total_s
@@ -136,7 +136,7 @@ class _Search:
 
     def best(self) -> Candidate | None:
         """With as many moves as it takes; each further one only adds to their sum."""
-        everything = room_of(self._server).plus([*self._server.idle, *self._movable])
+        everything = room_of(self._server).plus([*self._server.evictable(self._task), *self._movable])
         if everything.fit(self._task, is_host=self._server.is_host) is None:
             return None
         # The cheapest first: the sooner a good plan is found, the sooner others are seen to be worse.
@@ -163,7 +163,7 @@ class _Search:
         """Whether moving these could be better than the best plan, and is enough once all idle ones are gone, too."""
         if sum(map(self._least_s, movers)) > self._worst_s():
             return False
-        room = room_of(self._server).plus([*self._server.idle, *movers])
+        room = room_of(self._server).plus([*self._server.evictable(self._task), *movers])
         return room.fit(self._task, is_host=self._server.is_host) is not None
 
     def _branch(self, plan: Plan, movers: Sequence[Occupant], count: int) -> None:
@@ -190,7 +190,7 @@ class _Search:
 
     def _moved(self, plan: Plan, mover: Occupant, server: ServerView) -> Iterator[Plan]:
         """The plan with this move, in every way that may be needed."""
-        idle = plan.taken.idle_at(server)
+        idle = plan.taken.idle_at(server, self._task)
         for twin in idle:
             if twin.task.model_id == mover.task.model_id:
                 yield self._into(plan, mover, server, twin)
@@ -258,7 +258,7 @@ class _Search:
         """The task itself: it gets what is left on its server."""
         server, task, taken = self._server, self._task, plan.taken
         room = taken.room_at(server, plan.movers)
-        fit = best_fit(task, room, taken.idle_at(server), is_host=server.is_host)
+        fit = best_fit(task, room, taken.idle_at(server, task), is_host=server.is_host)
         if fit is None:
             return
         candidate = Candidate(

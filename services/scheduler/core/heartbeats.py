@@ -60,7 +60,7 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
         step.cluster.touch(message.server_id)
     slot.seen_s = step.now
     slot.is_alive = True
-    slot.occupant = message.instance_id
+    _take_occupant(step, slot, message.instance_id)
     if (slot.is_free, slot.is_alive) != before or _running(known) != _running(message):
         step.cluster.touch(message.server_id)
     instance = _instance_on(step, slot)
@@ -82,7 +82,9 @@ def on_worker_exited(step: Step, message: WorkerExited, reply_to: str | None) ->
 def lose_slot(step: Step, slot: Slot) -> None:
     """Nobody is there to load onto, and what was there is gone."""
     slot.is_alive = False
-    slot.occupant = None
+    if slot.occupant is not None:
+        step.cluster.vacate(slot.server_id, slot.slot, slot.occupant)
+    slot.occupant = slot.held_through = None
     step.cluster.touch(slot.server_id)
     instance = _instance_on(step, slot)
     if instance is not None:
@@ -98,6 +100,15 @@ def lose_instance(step: Step, instance: Instance, reason: str) -> None:
         lifecycle.end_instance(step, instance, InstanceEvent.LOST, reason)
 
 
+def _take_occupant(step: Step, slot: Slot, instance_id: str | None) -> None:
+    """What its worker has; a slot that another worker holds is none of its business."""
+    if slot.held_through is not None and instance_id is None:
+        return
+    if slot.occupant is not None and slot.occupant != instance_id:
+        step.cluster.vacate(slot.server_id, slot.slot, slot.occupant)
+    slot.occupant, slot.held_through = instance_id, None
+
+
 def _instance_on(step: Step, slot: Slot) -> Instance | None:
     """The instance that the worker of this slot should have. An instance on several GPUs is had by the worker of its
     first slot; those of the others have nothing."""
@@ -108,7 +119,9 @@ def _instance_on(step: Step, slot: Slot) -> Instance | None:
 def _looks_different(known: AgentHeartbeat | None, message: AgentHeartbeat) -> bool:
     """Whether placement would see another server than before."""
     return known is None or (
-        known.pool_size_bytes != message.pool_size_bytes or known.ssd_size_bytes != message.ssd_size_bytes
+        known.pool_size_bytes != message.pool_size_bytes
+        or known.ssd_size_bytes != message.ssd_size_bytes
+        or known.probe_bandwidth_bytes_per_s != message.probe_bandwidth_bytes_per_s
     )
 
 

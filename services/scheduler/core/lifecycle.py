@@ -140,9 +140,8 @@ def end_load(step: Step, instance: Instance, event: InstanceEvent) -> None:
     step.send(ToAgent(server_id=record.server_id), CancelLoad(task_id=record.task_id))
     if event is InstanceEvent.LOAD_FAILED and instance.detached_s is None:
         # Until the worker says otherwise, it has what we told it to prepare: the slot is not free yet.
-        slot = step.cluster.slot_of(instance)
-        slot.occupant = record.instance_id
-        slot.unload_sent_s = step.now
+        step.cluster.occupy(instance)
+        step.cluster.slot_of(instance).unload_sent_s = step.now
         commands.unload_instance(step, record.server_id, record.slot, record.instance_id, is_drain=True)
 
 

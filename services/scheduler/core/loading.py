@@ -94,8 +94,7 @@ def on_instance_became_ready(step: Step, message: InstanceBecameReady, reply_to:
 def on_instance_ended(step: Step, message: InstanceEnded, reply_to: str | None) -> None:
     slot = step.cluster.slot(message.server_id, message.slot, now=step.now)
     if slot.occupant == message.instance_id:
-        slot.occupant = None
-        step.cluster.touch(message.server_id)
+        step.cluster.vacate(message.server_id, message.slot, message.instance_id)
     instance = step.cluster.instances.get(message.instance_id)
     if instance is None:
         return

@@ -40,6 +40,8 @@ class Model:
     # Scaling: since when there are more instances than its demand asks for, and when one had to go for another model.
     surplus_since_s: float | None = None
     displaced_s: float = -inf
+    #: When something was last to be drained for it.
+    drain_tried_s: float = -inf
     #: Its last load failed for good; until then it is not loaded again for its minimum alone.
     blocked_until_s: float = -inf
     # Deletion: who removed its copies, who was asked and when, who removes it from the repository.
@@ -120,5 +122,6 @@ class Reservation:
     slots: tuple[int, ...]
     waiting_for: set[str]
     is_drain: bool
+    since_s: float = 0.0
     #: What was decided, when nothing but idle instances stands between it and the load.
     placement: Placement | None = None

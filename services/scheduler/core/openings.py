@@ -13,7 +13,7 @@ from whimbrel.wire.messages import Tier
 
 from services.scheduler.core.estimates import seconds_to_load
 from services.scheduler.core.plans import best_fit, room_of
-from services.scheduler.core.views import Occupant, ServerView, Snapshot
+from services.scheduler.core.views import Occupant, ServerView, Snapshot, Task
 
 
 class Destination(NamedTuple):
@@ -26,10 +26,11 @@ class Destination(NamedTuple):
 
 
 class Openings:
-    """The servers of a snapshot that something could move to."""
+    """The servers of a snapshot that something could move to, to make room for the task."""
 
-    def __init__(self, snapshot: Snapshot, now: float) -> None:
+    def __init__(self, snapshot: Snapshot, task: Task, now: float) -> None:
         self._snapshot = snapshot
+        self._task = task
         self._now = now
         self._open: dict[str, ServerView] | None = None
         self._twins: dict[str, list[ServerView]] = {}
@@ -92,7 +93,7 @@ class Openings:
                 break
             if server_id in near:
                 continue
-            fit = best_fit(mover.task, room_of(server), server.idle, is_host=server.is_host)
+            fit = best_fit(mover.task, room_of(server), server.evictable(self._task), is_host=server.is_host)
             if fit is not None:
                 found.append(Destination(move_s, fit.reload_s, server_id, server))
                 found.sort(key=_cheapest_first)
@@ -113,7 +114,7 @@ class Openings:
         for idle in server.idle:
             if idle.task.model_id == mover.task.model_id:
                 return Destination(resume_s, 0.0, server.server_id, server)
-        fit = best_fit(mover.task, room_of(server), server.idle, is_host=server.is_host)
+        fit = best_fit(mover.task, room_of(server), server.evictable(self._task), is_host=server.is_host)
         if fit is None:
             return None
         tier, left_bytes = server.way(mover.task)

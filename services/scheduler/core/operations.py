@@ -93,6 +93,8 @@ def note_minimum(step: Step, model: Model) -> None:
         step.cluster.minimums.pop(model.model_id, None)
     for instance in step.cluster.instances_of(model):
         step.cluster.touch(instance.record.server_id)
+    if step.cluster.shortfall(model) <= 0:
+        step.cluster.release(model.model_id)
 
 
 def desired_instances(step: Step, model: Model) -> int:
@@ -118,7 +120,8 @@ def _advance_drain(step: Step, server: Server) -> None:
         return
     for instance_id in list(server.instances):
         _send_away(step, step.cluster.instances[instance_id])
-    if not server.instances and not server.is_drain_told:
+    is_held = any(slot.occupant is not None for slot in server.slots.values())
+    if not server.instances and not is_held and not server.is_drain_told:
         server.is_drain_told = True
         step.tell(ServerDrained(server_id=server.server_id))
 

@@ -120,7 +120,7 @@ def consider(server: ServerView, task: Task, snapshot: Snapshot, now: float) -> 
     refusal = refusal_of(server, task)
     if refusal is not None:
         return Candidate(server_id=server.server_id, refusal=refusal)
-    fit = best_fit(task, room_of(server), server.idle, is_host=server.is_host)
+    fit = best_fit(task, room_of(server), server.evictable(task), is_host=server.is_host)
     if fit is None:
         return Candidate(server_id=server.server_id, refusal=why_not(server, task))
     return candidate_of(server, task, fit, now)
@@ -159,7 +159,7 @@ def refusal_of(server: ServerView, task: Task) -> Refusal | None:
 
 def why_not(server: ServerView, task: Task) -> Refusal:
     """What a server lacks that has no plan: memory, when the slots would be enough."""
-    slots = room_of(server).plus(server.idle).slots
+    slots = room_of(server).plus(server.evictable(task)).slots
     return Refusal.BUSY if choose_slots(task, slots, is_host=server.is_host) is None else Refusal.NO_ROOM
 
 

@@ -38,7 +38,7 @@ Bound = tuple[bool, float, int, int, str]
 
 def migration(snapshot: Snapshot, task: Task, now: float) -> Decision:
     """The cheapest server overall (C2), with the moves that this takes."""
-    openings = Openings(snapshot, now)
+    openings = Openings(snapshot, task, now)
 
     def look(server: ServerView, cost_s_max: float) -> Candidate | None:
         return displacement.displace(server, task, openings, now, cost_s_max=cost_s_max)

@@ -18,7 +18,7 @@ def consider(server: ServerView, task: Task, snapshot: Snapshot, now: float) -> 
     refusal = refusal_of(server, task)
     if refusal is not None:
         return Candidate(server_id=server.server_id, refusal=refusal)
-    fit = best_fit(task, room_of(server), server.idle, is_host=server.is_host)
+    fit = best_fit(task, room_of(server), server.evictable(task), is_host=server.is_host)
     if fit is not None:
         return candidate_of(server, task, fit, now)
     return _stopping(server, task, now) or Candidate(server_id=server.server_id, refusal=why_not(server, task))
@@ -26,14 +26,14 @@ def consider(server: ServerView, task: Task, snapshot: Snapshot, now: float) -> 
 
 def _stopping(server: ServerView, task: Task, now: float) -> Candidate | None:
     costs = {o.instance_id: _stop_s(o, now) for o in server.running if o.resume is not None}
-    stoppable = [occupant for occupant in server.running if occupant.instance_id in costs]
+    stoppable = [o for o in server.running if o.instance_id in costs and o.task.model_id != task.model_id]
     best: tuple[tuple[float, float, int, tuple[str, ...]], Candidate] | None = None
     for count in range(1, len(stoppable) + 1):
         for stopped in combinations(stoppable, count):
             stop_s = sum(costs[occupant.instance_id] for occupant in stopped)
             if best is not None and stop_s > best[0][0]:
                 continue
-            fit = best_fit(task, room_of(server).plus(stopped), server.idle, is_host=server.is_host)
+            fit = best_fit(task, room_of(server).plus(stopped), server.evictable(task), is_host=server.is_host)
             if fit is None:
                 continue
             names = tuple(occupant.instance_id for occupant in stopped)

@@ -53,6 +53,7 @@ def rebuild(records: Iterable[Record], *, now: float, lost_after_s: float) -> Cl
     for job in cluster.jobs.values():
         if job.record.is_open and job.record.server_id:
             cluster.server(job.record.server_id, now=now).is_alive = True
+            cluster.touch(job.record.server_id)
     return cluster
 
 

@@ -94,6 +94,11 @@ def _drain(holder: Holder, task: Task) -> tuple[tuple[int, float, str], Drain] |
         if not able:
             return None
         chosen.append(able.pop(0))
+    for held in sorted(chosen, key=lambda held: held.is_idle):
+        fewer = [other for other in chosen if other is not held]
+        enough = _fitting(holder, task, fewer)
+        if enough is not None:
+            chosen, slots = fewer, enough
     running = [held for held in chosen if not held.is_idle]
     if not running:
         return None

@@ -34,6 +34,8 @@ class Slot:
     owner: str | None = None
     occupant: str | None = None
     reserved_for: str | None = None
+    #: The slot whose worker holds this one's memory for `occupant`, an instance on several GPUs.
+    held_through: int | None = None
     #: What placement sees of it.
     view: SlotView = field(init=False)
     unload_sent_s: float = -inf

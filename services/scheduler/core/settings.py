@@ -47,6 +47,14 @@ LOAD_TRIES_MAX = 2
 LOST_TRIES_MAX = 4
 #: A step that comes so late means that we were not listening (the store was away): nobody is lost for that.
 PAUSE_S = 1.0
+#: Models for which something to drain is looked for in one tick: with 100 servers each takes about a millisecond.
+DRAINS_TRIED_MAX = 16
+#: A model that nobody waits for, that could not be placed, is tried again for its minimum only after so long.
+DEFERRED_S = 2.0
+#: Models that wait, and found no place, in one step: the next step goes on from there.
+MISSES_PER_STEP_MAX = 64
+#: Decisions that are kept with all that they were made from: some 50 kB each with 100 servers.
+DECISIONS_KEPT_MAX = 200
 #: A model that nobody waits for, whose load failed for good, is loaded again for its minimum only after so long.
 BLOCKED_S = 15.0
 #: A model that is loaded again within so many of its loading times since it had to go for another model shows thrash.

@@ -81,12 +81,11 @@ def room_bytes(instance: Instance, *, is_host: bool) -> int:
 
 
 def _is_unreserved(server: Server, instance: Instance) -> bool:
-    """Whether its slots live, and are not kept for somebody already."""
-    for number in instance.record.slots:
-        slot = server.slots[number]
-        if not slot.is_alive or slot.reserved_for is not None:
-            return False
-    return True
+    """Whether its worker lives, and none of its slots is kept for somebody already."""
+    slots = server.slots
+    if not slots[instance.record.slot].is_alive:
+        return False
+    return all(slots[number].reserved_for is None for number in instance.record.slots)
 
 
 def _occupant(cluster: Cluster, server: Server, instance: Instance, speed: PathSpeed, *, is_host: bool) -> Occupant:

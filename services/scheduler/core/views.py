@@ -107,6 +107,14 @@ class ServerView:
             costs += [o.resume.base_s for o in self.running if o.resume is not None]
             object.__setattr__(self, "least_gone_s", min(costs, default=inf))
 
+    def evictable(self, task: Task) -> tuple[Occupant, ...]:
+        """Idle instances that could go for the task: none of its own model, which would be loaded again for itself."""
+        model_id = task.model_id
+        for occupant in self.idle:
+            if occupant.task.model_id == model_id:
+                return tuple(other for other in self.idle if other.task.model_id != model_id)
+        return self.idle
+
     def way(self, task: Task) -> Resident:
         """From which tier the task's checkpoint would be loaded here, and the bytes to move."""
         return self.residency.get(task.checkpoint) or Resident(Tier.REMOTE, task.size_bytes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from heapq import heapify, heappop
+from math import inf
 
 from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import ModelNotFound, ModelTooLarge, QueueFull, Unavailable
@@ -22,13 +24,14 @@ from whimbrel.wire.messages import (
 from whimbrel.wire.records import InstanceState
 
 from services.scheduler.core import commands, lifecycle, plans
-from services.scheduler.core.decisions import NeverFits, Placement
+from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.decisions import Decision, Deferred, NeverFits, Placement
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.kept import KeptDecision
 from services.scheduler.core.models import Model, Reservation, Waiter
 from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.ready import ToRouter
-from services.scheduler.core.settings import PROMISE_S
+from services.scheduler.core.settings import BLOCKED_S, DEFERRED_S, MISSES_PER_STEP_MAX, PROMISE_S
 from services.scheduler.core.step import Question, Step
 
 
@@ -135,24 +138,43 @@ def _fulfil(step: Step, reservation: Reservation) -> None:
         if current is not None:
             lifecycle.start_load(step, model, current)
             return
-    _place(step, model)
+    if not _place(step, model) and reservation.is_drain and isinstance(_kept(cluster, model), Deferred):
+        # It was drained for this model: a policy that waits for another server would have it drained again and again.
+        _place(step, model, policy="migration")
+
+
+def _kept(cluster: Cluster, model: Model) -> Decision | None:
+    kept = cluster.decisions.get(model.model_id)
+    return None if kept is None else kept.decision
 
 
 def _due(step: Step) -> Iterator[Model]:
-    """Models to try now, the oldest first: all that wait when a slot was released, else those that are new."""
+    """Models to try now, the oldest first: all that wait when a slot was released, else those that are new. After too
+    many that found no place, the others have their turn in the next step."""
     cluster = step.cluster
-    model_ids: Iterable[str] = step.wanted
-    if cluster.is_released and cluster.waiting_requests and cluster.has_open_slot():
-        model_ids = step.wanted | cluster.waiting
-    cluster.is_released = False
+    for model_id in sorted(step.wanted):
+        if (model := cluster.models.get(model_id)) is not None:
+            yield model
+    is_going_on = cluster.tried_until is not None
+    if not cluster.waiting or not (cluster.is_released or is_going_on) or not cluster.has_open_slot():
+        cluster.is_released = False
+        return
+    after = cluster.tried_until or (-inf, "")
+    if not is_going_on:
+        cluster.is_released = False
+    cluster.tried_until = None
     # Seldom are there slots for all that wait, so they are not sorted: the next one is taken as long as there are.
-    heap = [(model.oldest_wait_s, model_id, model) for model_id in model_ids if (model := cluster.models.get(model_id))]
+    waiting = (cluster.models[model_id] for model_id in cluster.waiting if model_id not in step.wanted)
+    heap = [(model.oldest_wait_s, model.model_id, model) for model in waiting]
+    heap = [entry for entry in heap if entry[:2] > after]
     heapify(heap)
-    while heap:
-        yield heappop(heap)[2]
+    for _ in range(min(len(heap), MISSES_PER_STEP_MAX)):
+        wait_s, model_id, model = heappop(heap)
+        yield model
+        cluster.tried_until = (wait_s, model_id) if heap else None
 
 
-def _place(step: Step, model: Model) -> bool:
+def _place(step: Step, model: Model, policy: str = "") -> bool:
     """Whether the model needed an instance and has, or will soon have, slots for it."""
     cluster = step.cluster
     if cluster.shortfall(model) <= 0:
@@ -160,10 +182,15 @@ def _place(step: Step, model: Model) -> bool:
     reservation = cluster.reservations.get(model.model_id)
     if reservation is not None and not reservation.is_drain:
         return False
-    policy = step.settings.policy
-    decision = POLICIES[policy](cluster.snapshot(step.now), cluster.task_of(model), step.now)
-    cluster.decisions[model.model_id] = KeptDecision(decision=decision, decided_s=step.now, policy=policy)
+    policy = policy or step.settings.policy
+    task = cluster.task_of(model)
+    if policy == "random":
+        task = replace(task, draw=cluster.draw(model.model_id))
+    decision = POLICIES[policy](cluster.snapshot(step.now), task, step.now)
+    cluster.keep(model.model_id, KeptDecision(decision=decision, decided_s=step.now, policy=policy))
     step.decide(decision)
+    if not model.waiters and not isinstance(decision, Placement):
+        model.blocked_until_s = step.now + (BLOCKED_S if isinstance(decision, NeverFits) else DEFERRED_S)
     if isinstance(decision, NeverFits):
         need_bytes, capacity_bytes = decision.need_bytes, decision.capacity_bytes
         error = ModelTooLarge(model_id=model.model_id, need_bytes=need_bytes, capacity_bytes=capacity_bytes)

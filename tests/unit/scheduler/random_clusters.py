@@ -149,11 +149,14 @@ class Way:
 class World:
     """What is left of slots, room and idle instances while a plan is carried out."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, model_id: str) -> None:
         self.servers = {server.server_id: server for server in snapshot.servers}
         self.slots = {s.server_id: set(s.free_slots) for s in snapshot.servers}
         self.room = {s.server_id: s.capacity_bytes - s.used_bytes for s in snapshot.servers}
-        self.idle = {s.server_id: {o.instance_id: o for o in s.idle} for s in snapshot.servers}
+        # Nobody goes for another instance of the own model.
+        self.idle = {
+            s.server_id: {o.instance_id: o for o in s.idle if o.task.model_id != model_id} for s in snapshot.servers
+        }
         self.queued: list[tuple[str, Tier, float]] = []
         self.reload_s = 0.0
         self.evictions = 0
@@ -239,10 +242,10 @@ def all_ways(snapshot: Snapshot, task: Task, server: ServerView) -> Iterator[Way
     """Every plan for one server."""
     if server.is_cordoned:
         return
-    able = [occupant for occupant in server.running if occupant.resume is not None]
+    able = [o for o in server.running if o.resume is not None and o.task.model_id != task.model_id]
     for is_moving in product([False, True], repeat=len(able)):
         movers = [occupant for occupant, moves in zip(able, is_moving, strict=True) if moves]
-        for world, move_s in _sent_away(World(snapshot), movers):
+        for world, move_s in _sent_away(World(snapshot, task.model_id), movers):
             left = world.copy()
             for mover in movers:
                 left.leave(server.server_id, mover)

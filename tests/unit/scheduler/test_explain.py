@@ -104,7 +104,9 @@ def test_an_instance_s_last_decision_is_kept_with_the_reasons_it_was_made_from()
     assert (reply.last.outcome, reply.last.server_id) == ("placed", "s0")
     assert reply.last.age_s > 10.0
     assert [candidate.source_tier for candidate in reply.last.candidates] == [Tier.REMOTE, Tier.REMOTE]
-    assert reply.now.candidates[0].source_tier is Tier.DRAM, "now its bytes are there"
+    tiers = {candidate.server_id: candidate.source_tier for candidate in reply.now.candidates}
+    assert tiers == {"s0": Tier.DRAM, "s1": Tier.REMOTE}, "now its bytes are there"
+    assert reply.now.server_id == "s1", "its own idle instance would not go for another one"
     (instance_id,) = reply.instances
     assert reply.sentence == f"Model a: {instance_id} serves on s0 slot 0."
 

@@ -20,11 +20,13 @@ from whimbrel.wire.messages import (
     PinModel,
     PrefetchModel,
     RemoveModel,
+    ReportRepository,
     ResendResidency,
     Tier,
     UnpinModel,
 )
 
+from services.storage_agent.catalogue_report import CatalogueReport
 from services.storage_agent.config import AgentConfig
 from services.storage_agent.imports import ImportJobs
 from services.storage_agent.loop import LoadLoop
@@ -48,6 +50,7 @@ class Commands:
         prefetching: Prefetching,
         removals: Removals,
         imports: ImportJobs,
+        report: CatalogueReport,
         tell_all: Callable[[], None],
     ) -> None:
         self.is_draining = False
@@ -58,6 +61,7 @@ class Commands:
         self._prefetching = prefetching
         self._removals = removals
         self._imports = imports
+        self._report = report
         self._tell_all = tell_all
         self._scheduler_epoch = 0
 
@@ -89,6 +93,10 @@ class Commands:
             case RemoveModel():
                 self._check_epoch(message.scheduler_epoch)
                 self._removals.add(message)
+            case ReportRepository():
+                self._check_epoch(message.scheduler_epoch)
+                if not self.is_draining:
+                    self._report.begin(message)
             case ResendResidency():
                 self._tell_all()
             case _:

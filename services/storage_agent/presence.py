@@ -154,3 +154,8 @@ class _Connection(asyncio.Protocol):
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+
+def presence_path(pool_path: Path) -> Path:
+    """Beside the pool: what an agent and its workers share."""
+    return pool_path.with_name(f"{pool_path.name}.workers")

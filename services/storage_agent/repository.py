@@ -27,12 +27,13 @@ from ckptio.manifest import INDEX_FILE, MANIFEST_FILE
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 from whimbrel.chassis.config import ConfigError
-from whimbrel.wire.errors import ImportFailed, LoadFailed, Unavailable
-from whimbrel.wire.ids import directory_name
+from whimbrel.wire.errors import ImportFailed, InvalidRequest, LoadFailed, Unavailable
+from whimbrel.wire.ids import directory_name, model_id_of_directory
 
 from services.storage_agent.checkpoints import checkpoint_digest
 from services.storage_agent.core.chunks import CheckpointKey
 from services.storage_agent.local_publishing import publish_directory, remove_directory
+from services.storage_agent.remote_listing import list_directories
 from services.storage_agent.remote_publishing import Cancelled, OnProgress, RemotePublisher
 from services.storage_agent.remote_reads import RemoteObject
 from services.storage_agent.remote_responses import OnBytes, first_line
@@ -53,6 +54,8 @@ READ_REQUEST_S_MAX = 24 * 3600.0
 
 # Web servers, and memory that nobody else sees.
 READ_ONLY_SCHEMES = ("http", "https", "memory")
+# Of these nobody can say what they hold.
+UNLISTED_SCHEMES = ("http", "https")
 
 
 class Repository:
@@ -82,9 +85,10 @@ class Repository:
 
     # --- reading ---
 
-    async def read(self, model_id: str, file: str) -> bytes:
-        """A small file, whole; raises Unavailable, LoadFailed, and FileNotFoundError when there is none."""
-        return await self._object(model_id, file).read(SMALL_FILE_BYTES_MAX)
+    async def read(self, model_id: str, file: str, size_bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
+        """A small file, whole; raises Unavailable, LoadFailed (also when it is not small), and FileNotFoundError when
+        there is none."""
+        return await self._object(model_id, file).read(size_bytes_max)
 
     async def read_into(
         self, model_id: str, file: str, offset_bytes: int, view: memoryview, on_bytes: OnBytes | None = None
@@ -120,6 +124,17 @@ class Repository:
             reason = f"the repository holds {digest}, not {key.checkpoint_digest}; deploy the model again"
             raise LoadFailed(model_id=key.model_id, reason=reason)
         return raw_manifest, manifest, await self.read(key.model_id, INDEX_FILE)
+
+    async def model_ids(self) -> tuple[str, ...]:
+        """Every model that has a directory, in order; what is no model's is left out. Of a web server, which has no
+        list, none. Raises Unavailable."""
+        if urlsplit(self.url).scheme in UNLISTED_SCHEMES:
+            return ()
+        if self.directory is None:
+            names = await list_directories(self._store, location=self.url, options=self._options)
+        else:
+            names = await _in_thread(_directories, self.directory)
+        return tuple(model_id for name in names if (model_id := _model_id(name)) is not None)
 
     # --- publishing ---
 
@@ -218,6 +233,22 @@ class Repository:
         except OSError as error:
             what = f"repository file {location} (at offset {offset_bytes + done_bytes}: {error.strerror})"
             raise Unavailable(what=what) from error
+
+
+def _directories(path: Path) -> tuple[str, ...]:
+    """The names of the directories in a directory; blocking."""
+    try:
+        return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
+    except OSError as error:
+        raise Unavailable(what=f"the list of repository {path} ({error.strerror})") from error
+
+
+def _model_id(name: str) -> str | None:
+    """The model whose directory has this name; None when it is no model's."""
+    try:
+        return model_id_of_directory(name)
+    except InvalidRequest:
+        return None
 
 
 async def _in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

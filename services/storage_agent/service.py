@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 from whimbrel.chassis.bus import Bus, NatsBus, Received, Subscription
@@ -21,6 +20,7 @@ from whimbrel.wire.messages import (
     WorkerHeartbeat,
 )
 
+from services.storage_agent.catalogue_report import CatalogueReport
 from services.storage_agent.commands import Commands
 from services.storage_agent.config import AgentConfig
 from services.storage_agent.core.chunks import CheckpointKey
@@ -34,7 +34,7 @@ from services.storage_agent.loading import Loading
 from services.storage_agent.loop import LoadLoop
 from services.storage_agent.paths import Paths
 from services.storage_agent.prefetching import Prefetching
-from services.storage_agent.presence import Presence
+from services.storage_agent.presence import Presence, presence_path
 from services.storage_agent.removals import Removals
 from services.storage_agent.repository import Repository
 from services.storage_agent.slots import Slots
@@ -276,6 +276,7 @@ class StorageAgentService:
             prefetching=prefetching,
             removals=removals,
             imports=imports,
+            report=CatalogueReport(server_id=server_id, bus=bus, repository=tiers.repository, group=group),
             tell_all=self._tell_all,
         )
         return _Parts(
@@ -287,7 +288,7 @@ class StorageAgentService:
             loading=loading,
             loop=loop,
             removals=removals,
-            presence=Presence(_presence_path(config.pool_path), on_exit=self._on_worker_exit),
+            presence=Presence(presence_path(config.pool_path), on_exit=self._on_worker_exit),
             heart=Heart(bus, self._heartbeat),
         )
 
@@ -295,8 +296,3 @@ class StorageAgentService:
     def _parts(self) -> _Parts:
         assert self._started is not None, "start() comes first"
         return self._started
-
-
-def _presence_path(pool_path: Path) -> Path:
-    """Beside the pool: what an agent and its workers share."""
-    return pool_path.with_name(f"{pool_path.name}.workers")

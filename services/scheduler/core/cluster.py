@@ -12,6 +12,7 @@ from services.scheduler.core.instances import Instance
 from services.scheduler.core.kept import KeptDecision
 from services.scheduler.core.models import Job, Model, Reservation
 from services.scheduler.core.overview import Overview
+from services.scheduler.core.search import Search
 from services.scheduler.core.servers import Router, Server, Slot
 from services.scheduler.core.settings import DECISIONS_KEPT_MAX
 from services.scheduler.core.views import ServerView, Shape, Snapshot, Task
@@ -43,6 +44,8 @@ class Cluster:
         #: Models with waiters, and how many waiters there are in all.
         self.waiting: dict[str, None] = {}
         self.waiting_requests = 0
+        #: Of the repository, when the store had lost what it knew.
+        self.search: Search | None = None
         #: Whether a slot may have been released since the deferred models were last tried.
         self.is_released = False
         #: How far in the order of arrival those that wait were tried, when not all were.

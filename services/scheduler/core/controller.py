@@ -33,6 +33,8 @@ from whimbrel.wire.messages import (
     ModelRemoved,
     PlaceModel,
     PrefetchEnded,
+    RepositoryModelFound,
+    RepositoryReported,
     RouterHeartbeat,
     ScaleModel,
     UncordonServer,
@@ -50,6 +52,7 @@ from services.scheduler.core import (
     loading,
     operations,
     queries,
+    restore,
     routers,
     timeouts,
     waiting,
@@ -96,6 +99,8 @@ HANDLERS: dict[type[Message], Handler] = dict(
         _handler(WorkerExited, heartbeats.on_worker_exited),
         _handler(PrefetchEnded, loading.on_prefetch_ended),
         _handler(RouterHeartbeat, routers.on_router_heartbeat),
+        _handler(RepositoryModelFound, restore.on_repository_model_found),
+        _handler(RepositoryReported, restore.on_repository_reported),
         _handler(ScaleModel, operations.on_scale_model),
         _handler(CordonServer, operations.on_cordon_server),
         _handler(UncordonServer, operations.on_uncordon_server),
@@ -153,6 +158,9 @@ class Controller:
         if now - self._last_step_s > PAUSE_S:
             timeouts.pardon(step)
         self._last_step_s = now
+        if self._is_emptied:
+            self._is_emptied = False
+            restore.begin(step)
         for event in events:
             match event:
                 case Arrived(message=message, reply_to=reply_to):
@@ -164,6 +172,7 @@ class Controller:
                     timeouts.on_tick(step)
         deletion.advance(step)
         waiting.settle(step)
+        restore.advance(step)
         return step.ready()
 
 

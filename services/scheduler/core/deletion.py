@@ -8,7 +8,7 @@ from whimbrel.wire.events import ModelDeleted
 from whimbrel.wire.messages import DeleteModel, DeleteModelReply, ModelRemoved, ModelState, RemoveModel
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import lifecycle, waiting
+from services.scheduler.core import lifecycle, restore, waiting
 from services.scheduler.core.instances import InstanceEvent
 from services.scheduler.core.models import Model
 from services.scheduler.core.ready import ToAgent
@@ -19,6 +19,7 @@ def on_delete_model(step: Step, message: DeleteModel, reply_to: str | None) -> N
     """No request is placed from now on. Deleting twice is deleting once, until it is done."""
     model = step.cluster.models.get(message.model_id)
     if model is None:
+        restore.check_searched(step, f"model {message.model_id!r}")
         raise ModelNotFound(model_id=message.model_id)
     if model.record.state is not ModelState.DELETING:
         step.change_model(model, state=ModelState.DELETING)

@@ -20,13 +20,14 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import accuracy, commands, operations
+from services.scheduler.core import accuracy, commands, operations, restore
 from services.scheduler.core.models import Model
 from services.scheduler.core.servers import Server, Slot
 from services.scheduler.core.step import Step
 
 
 def on_get_models(step: Step, message: GetModels, reply_to: str | None) -> None:
+    restore.check_searched(step)
     models = sorted(step.cluster.models.values(), key=lambda model: model.model_id)
     step.answer(reply_to, GetModelsReply(models=tuple(_summarise(step, model) for model in models)))
 

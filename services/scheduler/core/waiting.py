@@ -23,7 +23,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands, lifecycle, plans
+from services.scheduler.core import commands, lifecycle, plans, restore
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decisions import Decision, Deferred, NeverFits, Placement
 from services.scheduler.core.instances import Instance
@@ -61,6 +61,8 @@ def on_cancel_placement(step: Step, message: CancelPlacement, reply_to: str | No
 def servable_model(step: Step, model_id: str) -> Model:
     """The model, when requests may be placed; raises ModelNotFound or Unavailable."""
     model = step.cluster.models.get(model_id)
+    if model is None:
+        restore.check_searched(step, f"model {model_id!r}")
     if model is None or model.record.state in (ModelState.FAILED, ModelState.DELETING):
         raise ModelNotFound(model_id=model_id)
     if not model.is_servable:

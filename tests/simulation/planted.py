@@ -101,7 +101,7 @@ PLANTED = (
     Planted(what="waiters stay counted", owner=waiting, name="remove_waiter", make=_waiters_are_not_counted_down),
     Planted(what="reservations stay", owner=Cluster, name="release", make=_reservations_stay_on_slots),
     Planted(what="nobody is drained for the starving", owner=counts, name="_drain_for_starving", make=_never()),
-    Planted(what="keep-alives don't end", owner=scaling, name="expired", make=_never([])),
+    Planted(what="keep-alive times don't end", owner=scaling, name="expired", make=_never([])),
     Planted(what="promises don't end", owner=timeouts, name="_end_promises", make=_never()),
     Planted(what="routers' counts correct nothing", owner=Running, name="correct", make=_never()),
     Planted(what="strays stay", owner=heartbeats, name="_unload_stray", make=_never()),

@@ -19,6 +19,11 @@ TARGETS: dict[str, str] = {
     "tiers.estimate_error.p90_share": "≤ 0.15",
     "tiers.pipeline.ratio_to_slowest_tier": "≤ 1.15",
     "tiers.dram_attach_s": "≤ 0.1",
+    "sched.pure.tasks_per_s": "≥ 5,000",
+    "sched.durable.tasks_per_s": "≥ 3,000",
+    "sched.durable.p99_s": "≤ 0.05",
+    "sched.placement_s.p99": "≤ 0.001",
+    "sched.growth.exponent": "≤ 1.0",
     "ckptio.cold.share_of_ceiling": "≥ 0.93",
     "ckptio.cold.ratio.safetensors": "≥ 1.4",
     "ckptio.cold.ratio.torch": "≥ 1.5",
@@ -38,6 +43,8 @@ TARGETS: dict[str, str] = {
     "ckptio.cpu_s.cold": "≤ 0.4",
     "ckptio.cpu_s.cold.unverified": "≤ 0.1",
 }
+
+GROWTH = "sched.growth.task_s."
 
 HEAD = """# Benchmarks
 
@@ -72,7 +79,23 @@ def _part(path: Path) -> str:
     )
     lines.append("\n| name | unit | median | least – most | n | target |\n|---|---|---|---|---|---|")
     lines += [_row(row) for row in run["results"] if _is_worth_a_line(row)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + _growth(run["results"])
+
+
+def _growth(rows: list[dict[str, Any]]) -> str:
+    """The time of a load task over servers, as a picture; nothing for other parts."""
+    points = [(row["params"]["servers"], row["median"]) for row in rows if row["name"].startswith(GROWTH)]
+    if not points:
+        return ""
+    servers = ", ".join(f'"{count:,}"' for count, _ in points)
+    times = ", ".join(f"{seconds * 1e6:.0f}" for _, seconds in points)
+    return (
+        "\n```mermaid\nxychart-beta\n"
+        '    title "Processor time of a load task over servers"\n'
+        f'    x-axis "servers" [{servers}]\n'
+        '    y-axis "µs"\n'
+        f"    line [{times}]\n```\n"
+    )
 
 
 def _is_worth_a_line(row: dict[str, Any]) -> bool:

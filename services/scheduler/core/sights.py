@@ -82,10 +82,11 @@ def room_bytes(instance: Instance, *, is_host: bool) -> int:
 
 def _is_unreserved(server: Server, instance: Instance) -> bool:
     """Whether its worker lives, and none of its slots is kept for somebody already."""
-    slots = server.slots
-    if not slots[instance.record.slot].is_alive:
+    record = instance.record
+    first = server.slots[record.slot]
+    if not first.is_alive or first.reserved_for is not None:
         return False
-    return all(slots[number].reserved_for is None for number in instance.record.slots)
+    return not record.more_slots or all(server.slots[slot].reserved_for is None for slot in record.more_slots)
 
 
 def _occupant(cluster: Cluster, server: Server, instance: Instance, speed: PathSpeed, *, is_host: bool) -> Occupant:

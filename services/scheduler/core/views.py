@@ -76,9 +76,10 @@ class Occupant:
     pause_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ServerView:
-    """What placement sees of a server.
+    """What placement sees of a server. Not frozen only because that makes making one several times as slow, and several
+    are made for every load: nobody changes one.
 
     On a host server (CPU slots) a model is mapped from the pool: one slot is enough, and `capacity_bytes` of the pool
     is what bounds it. On the others each partition needs a slot with memory for it, and its bytes pass the pool.
@@ -105,7 +106,7 @@ class ServerView:
         if not self.free_slots:
             costs = [occupant.reload_s for occupant in self.idle]
             costs += [o.resume.base_s for o in self.running if o.resume is not None]
-            object.__setattr__(self, "least_gone_s", min(costs, default=inf))
+            self.least_gone_s = min(costs, default=inf)
 
     def evictable(self, task: Task) -> tuple[Occupant, ...]:
         """Idle instances that could go for the task: none of its own model, which would be loaded again for itself."""

@@ -121,8 +121,9 @@ def settle(step: Step) -> None:
     is_open = True
     for model in _due(step):
         if is_open or model.model_id in step.wanted:
+            # Whether anything is open is asked when somebody found no place, not after everyone who did.
             is_placed = _place(step, model)
-            is_open = is_open and (not is_placed or step.cluster.has_open_slot())
+            is_open = is_open and (is_placed or step.cluster.has_open_slot())
     for question in step.questions:
         step.answer(question.reply_to, _tell_waiting(step, question))
 

@@ -154,6 +154,7 @@ async def a_pair(
         await store.close()
 
 
+@pytest.mark.timeout(60 + 10 * KILLS)
 async def test_a_standby_leads_soon_after_a_leader_is_killed_and_no_request_notices(
     nats_server: NatsServer, redis_server: RedisServer, tmp_path: Path
 ) -> None:

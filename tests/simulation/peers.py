@@ -31,7 +31,7 @@ class Peer(Listener):
         return self.clock.now
 
     def heartbeat(self) -> Message:
-        raise NotImplementedError
+        raise AssertionError("every peer has a heartbeat of its own")
 
     def beat(self) -> None:
         """Soon; several at once are one."""

@@ -45,20 +45,13 @@ def on_explain_model(step: Step, message: ExplainModel, reply_to: str | None) ->
 def summarise(decision: Decision, *, policy: str, age_s: float, reasons: Reasons | None = None) -> DecisionSummary:
     """The decision with every candidate. `reasons` are for a decision that has none of its own."""
     match decision:
-        case Placement():
+        case Placement() | Deferred():
+            is_placed = isinstance(decision, Placement)
             return DecisionSummary(
-                outcome="placed",
+                outcome="placed" if is_placed else "deferred",
                 policy=policy,
                 age_s=age_s,
-                server_id=decision.server_id,
-                candidates=_candidates(decision.reasons),
-            )
-        case Deferred():
-            return DecisionSummary(
-                outcome="deferred",
-                policy=policy,
-                age_s=age_s,
-                server_id=decision.wait_for,
+                server_id=decision.server_id if isinstance(decision, Placement) else decision.wait_for,
                 candidates=_candidates(decision.reasons),
             )
         case NeverFits():

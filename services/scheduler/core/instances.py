@@ -154,10 +154,6 @@ class Instance:
         return self.record.state
 
     @property
-    def is_kept(self) -> bool:
-        return self.kept_until_s is not None
-
-    @property
     def requests(self) -> int:
         """Running ones, as routers count them."""
         return sum(running.count for running in self.active.values())

@@ -51,8 +51,8 @@ PAUSE_S = 1.0
 DRAINS_TRIED_MAX = 16
 #: A model that nobody waits for, that could not be placed, is tried again for its minimum only after so long.
 DEFERRED_S = 2.0
-#: Models that wait, and found no place, in one step: the next step goes on from there.
-MISSES_PER_STEP_MAX = 64
+#: Models that wait, and are tried in one step: the next step goes on from there.
+TRIES_PER_STEP_MAX = 64
 #: Decisions that are kept with all that they were made from: some 50 kB each with 100 servers.
 DECISIONS_KEPT_MAX = 200
 #: A model that nobody waits for, whose load failed for good, is loaded again for its minimum only after so long.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from heapq import heapify, heappop
 from math import inf
@@ -31,7 +30,7 @@ from services.scheduler.core.kept import KeptDecision
 from services.scheduler.core.models import Model, Reservation, Waiter
 from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.ready import ToRouter
-from services.scheduler.core.settings import BLOCKED_S, DEFERRED_S, MISSES_PER_STEP_MAX, PROMISE_S
+from services.scheduler.core.settings import BLOCKED_S, DEFERRED_S, PROMISE_S, TRIES_PER_STEP_MAX
 from services.scheduler.core.step import Question, Step
 
 
@@ -118,12 +117,7 @@ def settle(step: Step) -> None:
     """The end of a step: place whom can be placed, in the order of arrival, and answer who asked."""
     for model_id in [k for k, reservation in step.cluster.reservations.items() if not reservation.waiting_for]:
         _fulfil(step, step.cluster.reservations[model_id])
-    is_open = True
-    for model in _due(step):
-        if is_open or model.model_id in step.wanted:
-            # Whether anything is open is asked when somebody found no place, not after everyone who did.
-            is_placed = _place(step, model)
-            is_open = is_open and (is_placed or step.cluster.has_open_slot())
+    _place_due(step)
     for question in step.questions:
         step.answer(question.reply_to, _tell_waiting(step, question))
 
@@ -151,30 +145,44 @@ def _kept(cluster: Cluster, model: Model) -> Decision | None:
     return None if kept is None else kept.decision
 
 
-def _due(step: Step) -> Iterator[Model]:
-    """Models to try now, the oldest first: all that wait when a slot was released, else those that are new. After too
-    many that found no place, the others have their turn in the next step."""
+def _place_due(step: Step) -> None:
+    """Place whom can be placed, the oldest first: those that are new, and all that wait when a slot was released.
+
+    Of those that wait only so many are tried in a step; the next one goes on from there. When nothing is open any more
+    the rest is not tried, and the next release begins with the oldest again.
+    """
     cluster = step.cluster
-    for model_id in sorted(step.wanted):
-        if (model := cluster.models.get(model_id)) is not None:
-            yield model
-    is_going_on = cluster.tried_until is not None
-    if not cluster.waiting or not (cluster.is_released or is_going_on) or not cluster.has_open_slot():
-        cluster.is_released = False
-        return
-    after = cluster.tried_until or (-inf, "")
-    if not is_going_on:
+    due = _due(step)
+    is_open, tries = True, 0
+    while due:
+        wait_s, model_id, model = heappop(due)
+        if model_id not in step.wanted:
+            if not is_open:
+                continue
+            if tries == TRIES_PER_STEP_MAX:
+                is_open = False
+                continue
+            tries += 1
+            cluster.tried_until = (wait_s, model_id) if tries == TRIES_PER_STEP_MAX else None
+        # Whether anything is open is asked when somebody found no place, not after everyone who did.
+        if not _place(step, model) and is_open and not cluster.has_open_slot():
+            is_open, cluster.tried_until = False, None
+
+
+def _due(step: Step) -> list[tuple[float, str, Model]]:
+    """A heap by age: seldom are there slots for all, so they are not sorted."""
+    cluster = step.cluster
+    model_ids = set(step.wanted)
+    if cluster.waiting and (cluster.is_released or cluster.tried_until is not None) and cluster.has_open_slot():
+        after = cluster.tried_until or (-inf, "")
+        model_ids.update(k for k in cluster.waiting if (cluster.models[k].oldest_wait_s, k) > after)
+    if cluster.tried_until is None:
         cluster.is_released = False
     cluster.tried_until = None
-    # Seldom are there slots for all that wait, so they are not sorted: the next one is taken as long as there are.
-    waiting = (cluster.models[model_id] for model_id in cluster.waiting if model_id not in step.wanted)
-    heap = [(model.oldest_wait_s, model.model_id, model) for model in waiting]
-    heap = [entry for entry in heap if entry[:2] > after]
+    models = [cluster.models[model_id] for model_id in model_ids if model_id in cluster.models]
+    heap = [(model.oldest_wait_s, model.model_id, model) for model in models]
     heapify(heap)
-    for _ in range(min(len(heap), MISSES_PER_STEP_MAX)):
-        wait_s, model_id, model = heappop(heap)
-        yield model
-        cluster.tried_until = (wait_s, model_id) if heap else None
+    return heap
 
 
 def _place(step: Step, model: Model, policy: str = "") -> bool:

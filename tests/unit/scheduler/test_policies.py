@@ -353,7 +353,8 @@ def test_a_move_to_where_its_model_is_idle_loads_nothing() -> None:
 def test_without_a_possible_move_the_task_is_held(servers: tuple[ServerView, ...]) -> None:
     """C4: two GPUs are needed, so the free one of s1 alone is not enough."""
     held = dataclasses.replace(servers[0], free_slots=(SlotView(1),))
-    deferred("migration", held, *servers[1:], task=a_task(partitions=2))
+    decision = deferred("migration", held, *servers[1:], task=a_task(partitions=2))
+    assert all(candidate.refusal is not None for candidate in decision.reasons.candidates())
 
 
 def test_preemption_and_migration_count_the_same_tokens_with_the_same_estimate() -> None:

@@ -8,6 +8,7 @@ import pytest
 from whimbrel.wire.messages import (
     CordonServer,
     DeleteModel,
+    InferenceFinished,
     LoadModel,
     PlaceModel,
     ScaleModel,
@@ -17,6 +18,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
+from services.scheduler.core.decisions import Placement
 from services.scheduler.core.ready import Arrived, Tick
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, ask, place, served
@@ -214,6 +216,34 @@ def test_many_models_that_find_no_place_are_not_all_tried_in_every_step_and_all_
     cluster.deliver(Arrived(message=PlaceModel(request_id="z", model_id="fits", router_id="r0", waited_s=0.0)))
     cluster.run(3.0)
     assert "fits" in {record.model_id for record in cluster.instances()}
+
+
+def test_who_has_waited_longest_has_a_released_slot_before_who_comes_in_the_same_step() -> None:
+    """C4: the name of the newcomer comes first in the alphabet, and its request in the very step of the release."""
+    cluster = a_cluster("a", "b", "z", settings=Settings(fair_wait_s=100.0))
+    running = cluster.router.request("q", "b", run_s=30.0)
+    cluster.run(3.0)
+    cluster.deliver(place("old", "z", waited_s=20.0))
+    assert running.instance_id is not None
+    finished = InferenceFinished(
+        request_id="q",
+        router_id="r0",
+        instance_id=running.instance_id,
+        model_id="b",
+        prompt_tokens=5,
+        output_tokens=5,
+        duration_s=1.0,
+        token_s=0.1,
+    )
+    worker = cluster.workers["s0", 0]
+    worker.requests.clear()
+    worker.beat()
+    cluster.run(0.01)
+    decisions = cluster.deliver(place("new", "a"), Arrived(message=finished)).decisions
+    assert [(decision.model_id, isinstance(decision, Placement)) for decision in decisions] == [
+        ("z", True),
+        ("a", False),
+    ]
 
 
 @pytest.mark.parametrize("size_bytes", [GB // 4, 100 * GB])

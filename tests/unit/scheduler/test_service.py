@@ -400,7 +400,9 @@ async def test_an_unload_that_fails_otherwise_is_left_to_reconciliation(bench: B
         await bench.peer.hear(UnloadInstance)
         await bench.peer.beat()
         await bench.peer.place()
-        await bench.peer.hear(LoadModel)
+        load = await bench.peer.hear(LoadModel)
+        assert isinstance(load, LoadModel)
+        assert load.slots == (0,), "the slot was free again when its worker said so"
 
 
 async def test_errors_come_back_as_their_class(bench: Bench) -> None:
@@ -444,6 +446,7 @@ async def test_time_that_passes_while_it_stops_is_no_trouble(bench: Bench, monke
         await bench.peer.hear(SchedulerHeartbeat)
         await service.drain()
         await asyncio.wait_for(ticking, WAIT_S_MAX)
+        assert ticking.exception() is None
         group.create_task(service.close())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -89,8 +88,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 Consider = Callable[[ServerView, Task, Snapshot, float], Candidate]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reasons:
+class Reasons(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision was made from. Its candidates are worked out when somebody asks why, which is seldom."""
 
     snapshot: Snapshot
@@ -105,8 +103,7 @@ class Reasons:
         return (*able, *sorted((one for one in found if one.refusal is not None), key=lambda one: one.server_id))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Load here, on these slots (one per partition, the largest first). Idle instances in `evict` go first; running
     ones in `moves` move, those in `stopped` are stopped."""
 
@@ -121,8 +118,7 @@ class Placement:
     reasons: Reasons
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred:
+class Deferred(msgspec.Struct, frozen=True, kw_only=True):
     """Nowhere now: held, and tried again when a slot is released (C4). `wait_for` names the server that a policy wants
     to wait for."""
 
@@ -131,8 +127,7 @@ class Deferred:
     wait_for: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NeverFits:
+class NeverFits(msgspec.Struct, frozen=True, kw_only=True):
     """No server is large enough, even when it is empty."""
 
     model_id: str

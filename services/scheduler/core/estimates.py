@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 from whimbrel.wire.messages import Tier
@@ -19,8 +18,7 @@ PATHS: dict[Tier, tuple[Tier, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathSpeed:
+class PathSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """A path on one server: seconds per byte of its slowest tier (1/b, E3), overhead in seconds.
 
     `is_prior` is true when the slowest tier has never been observed there. `spread` says how sure the bandwidth is: the
@@ -35,10 +33,7 @@ class PathSpeed:
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The terms of one estimate: `queue_s` is q, `transfer_s` is n / b, and what is paid whatever the size.
-
-    A struct, as a decision makes one for every server, and a dataclass costs several times as much to make.
-    """
+    """The terms of one estimate: `queue_s` is q, `transfer_s` is n / b, and what is paid whatever the size."""
 
     source_tier: Tier
     size_bytes: int

@@ -10,7 +10,6 @@ meantime; DRAINING lets running requests end and cannot be refused. GONE is wher
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 from typing import NamedTuple
@@ -75,15 +74,14 @@ class Seen(NamedTuple):
     speed: PathSpeed
 
 
-@dataclass(slots=True)
-class Running:
+class Running(msgspec.Struct):
     """The requests of one router on one instance: those it named, and how many more it counted.
 
     News and counts cross: a count may include a request whose start is told a moment later, so a name takes the place
     of an unnamed one.
     """
 
-    names: set[str] = field(default_factory=set)
+    names: set[str] = msgspec.field(default_factory=set)
     unnamed: int = 0
 
     @property
@@ -108,8 +106,7 @@ class Running:
         self.unnamed = count - len(self.names)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Instance:
+class Instance(msgspec.Struct, kw_only=True, eq=False):
     """An instance: its durable record, and what is known of it besides. Times are monotonic seconds.
 
     `is_rebuilt` says that its times count from our own start, not from its placement; `first_wait_s` is how long the
@@ -142,8 +139,8 @@ class Instance:
     unload_sent_s: float = -inf
     #: What placement saw of it, with what that was made from.
     occupant: Seen | None = None
-    active: dict[str, Running] = field(default_factory=dict)
-    promised: dict[str, float] = field(default_factory=dict)
+    active: dict[str, Running] = msgspec.field(default_factory=dict)
+    promised: dict[str, float] = msgspec.field(default_factory=dict)
 
     @property
     def instance_id(self) -> str:

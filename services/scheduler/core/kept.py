@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from services.scheduler.core.decisions import Decision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptDecision:
+class KeptDecision(msgspec.Struct, frozen=True, kw_only=True):
     """`decided_s` is monotonic seconds; `policy` the one that decided."""
 
     decision: Decision

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+import msgspec
 from whimbrel.wire.messages import JobStatus, ModelState
 from whimbrel.wire.records import JobRecord, ModelRecord
 
@@ -12,8 +13,7 @@ from services.scheduler.core.decisions import Placement
 from services.scheduler.core.views import Task
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Waiter:
+class Waiter(msgspec.Struct, kw_only=True, eq=False):
     """A request that waits for an instance. Not durable: its router repeats it."""
 
     request_id: str
@@ -112,8 +112,7 @@ class Job:
         )
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Reservation:
+class Reservation(msgspec.Struct, kw_only=True, eq=False):
     """Slots that a model waits for. `waiting_for` are the instances that must go first; a drain may take long, so
     meanwhile the model may be placed elsewhere."""
 

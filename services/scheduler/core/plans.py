@@ -7,9 +7,10 @@ go to fewer instances, then to those that have been idle longest. Models count e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
+
+import msgspec
 
 from services.scheduler.core.decisions import Candidate, Placement, Refusal
 from services.scheduler.core.estimates import Estimate, estimate_load
@@ -136,7 +137,7 @@ def renewed(placement: Placement, task: Task, server: ServerView | None, now: fl
     if len(slots) < len(placement.slots) or choose_slots(task, slots, is_host=server.is_host) is None:
         return None
     estimate = load_estimate(server, task, now)
-    return replace(placement, estimate=estimate, evict=(), cost_s=estimate.total_s)
+    return msgspec.structs.replace(placement, estimate=estimate, evict=(), cost_s=estimate.total_s)
 
 
 def candidate_of(server: ServerView, task: Task, fit: Fit, now: float) -> Candidate:

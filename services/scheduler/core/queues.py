@@ -7,13 +7,11 @@ no shared path, so it waits for nobody.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 from whimbrel.wire.messages import Tier
 
 
-@dataclass(slots=True, kw_only=True)
-class QueuedTask:
+class QueuedTask(msgspec.Struct, kw_only=True):
     """A task and its own estimate, the time it will take once it runs."""
 
     task_id: str
@@ -76,8 +74,7 @@ class LoadQueue:
         return next((k for k, task in enumerate(self._tasks) if task.task_id == task_id), None)
 
 
-@dataclass(frozen=True, slots=True)
-class PathWait:
+class PathWait(msgspec.Struct, frozen=True):
     """What a task that is queued on a path now would wait for; `running_ends_s` is a time, `queued_s` a duration."""
 
     running_ends_s: float = 0.0

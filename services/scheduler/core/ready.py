@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 from whimbrel.wire.events import PublicEvent
 from whimbrel.wire.messages import Message
 from whimbrel.wire.records import Record
@@ -11,21 +10,18 @@ from whimbrel.wire.records import Record
 from services.scheduler.core.decisions import Decision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     """A message came from the bus; `reply_to` is where its sender waits for an answer, if it does."""
 
     message: Message
     reply_to: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """Time passed. Only time-outs depend on it: nothing on the path of a request waits for one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnloadRefused:
+class UnloadRefused(msgspec.Struct, frozen=True, kw_only=True):
     """A worker answered an unload with a refusal: the instance took a request in the meantime."""
 
     instance_id: str
@@ -34,24 +30,20 @@ class UnloadRefused:
 Event = Arrived | Tick | UnloadRefused
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToAgent:
+class ToAgent(msgspec.Struct, frozen=True, kw_only=True):
     server_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToWorker:
+class ToWorker(msgspec.Struct, frozen=True, kw_only=True):
     server_id: str
     slot: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToRouter:
+class ToRouter(msgspec.Struct, frozen=True, kw_only=True):
     router_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one request."""
 
     reply_to: str
@@ -60,14 +52,12 @@ class Reply:
 Address = ToAgent | ToWorker | ToRouter | Reply
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing:
+class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     to: Address
     message: Message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """What the shell owes the world. Records must be durable before any message leaves (P1).
 
     `events` tell the public what happened; `decisions` are the placements of this step with their reasons, for

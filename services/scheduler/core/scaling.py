@@ -8,8 +8,8 @@ target doesn't start and end instances with every swing (R6).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 from whimbrel.wire.messages import Scaling
 
 from services.scheduler.core.views import SlotView, Task, choose_slots
@@ -21,8 +21,7 @@ def desired(demand: int, scaling: Scaling) -> int:
     return max(scaling.min_instances, min(wanted, scaling.max_instances))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, kw_only=True):
     """A ready instance as scaling sees it. `keep_alive_s` is its model's; `is_idle` says that nothing runs on it.
     `room_bytes` is what its going leaves in the server's pool."""
 
@@ -40,8 +39,7 @@ class Held:
     is_minimum: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """A server as scaling sees it: what it holds, and what is free."""
 
     server_id: str
@@ -52,8 +50,7 @@ class Holder:
     held: tuple[Held, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drain:
+class Drain(msgspec.Struct, frozen=True, kw_only=True):
     """These instances must give up their slots; `slots` is what the model gets then."""
 
     server_id: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 from whimbrel.wire.codec import error_of
@@ -27,8 +26,7 @@ def sentence(error: ErrorReply) -> str:
         return error.code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(msgspec.Struct, frozen=True, kw_only=True):
     """A request for a route that is answered at the end of the step, when it is known what came of it."""
 
     request_id: str
@@ -36,8 +34,7 @@ class Question:
     reply_to: str | None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Step:
+class Step(msgspec.Struct, kw_only=True, eq=False):
     """`now` is monotonic, `wall_s` wall-clock time; `epoch` and `scheduler_id` say whose life; `new_id` makes ids."""
 
     now: float
@@ -47,15 +44,15 @@ class Step:
     cluster: Cluster
     settings: Settings
     new_id: Callable[[str], str]
-    questions: list[Question] = field(default_factory=list)
+    questions: list[Question] = msgspec.field(default_factory=list)
     #: Models to place though nothing was released: somebody new waits for them.
-    wanted: dict[str, None] = field(default_factory=dict)
+    wanted: dict[str, None] = msgspec.field(default_factory=dict)
     #: Requests that will get no instance, and why.
-    failed: dict[str, ErrorReply] = field(default_factory=dict)
-    _records: list[Record] = field(default_factory=list)
-    _messages: list[Outgoing] = field(default_factory=list)
-    _events: list[PublicEvent] = field(default_factory=list)
-    _decisions: list[Decision] = field(default_factory=list)
+    failed: dict[str, ErrorReply] = msgspec.field(default_factory=dict)
+    _records: list[Record] = msgspec.field(default_factory=list)
+    _messages: list[Outgoing] = msgspec.field(default_factory=list)
+    _events: list[PublicEvent] = msgspec.field(default_factory=list)
+    _decisions: list[Decision] = msgspec.field(default_factory=list)
 
     def save(self, record: Record) -> None:
         """Make it durable before anything of this step is said."""

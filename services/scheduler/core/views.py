@@ -6,10 +6,10 @@ All of it is immutable, so a decision can be explained later from what it was ma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+import msgspec
 from whimbrel.wire.messages import Tier
 
 from services.scheduler.core.estimates import PathSpeed
@@ -20,8 +20,7 @@ from services.scheduler.core.residency import Resident
 NO_RESIDENT = Resident(Tier.REMOTE, -1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A model that needs an instance. `partition_bytes` has at least one entry, the largest first: on GPUs each of them
     needs a slot of its own. Servers in `avoid` just failed to load it and come last. `draw` is a number that somebody
     drew for it: the random policy is a pure function, too."""
@@ -57,8 +56,7 @@ class Resume(NamedTuple):
         return self.base_s + self.growth * max(0.0, now - self.since_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Occupant:
+class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     """An instance that could go: at once when it is idle, by a move when it is running.
 
     `task` is what loading its model elsewhere takes, `room_bytes` what its going leaves in the server's pool.
@@ -76,10 +74,8 @@ class Occupant:
     pause_s: float = 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class ServerView:
-    """What placement sees of a server. Not frozen only because that makes making one several times as slow, and several
-    are made for every load: nobody changes one.
+class ServerView(msgspec.Struct, kw_only=True):
+    """What placement sees of a server. Not frozen only because `least_gone_s` is worked out from the rest.
 
     On a host server (CPU slots) a model is mapped from the pool: one slot is enough, and `capacity_bytes` of the pool
     is what bounds it. On the others each partition needs a slot with memory for it, and its bytes pass the pool.
@@ -100,7 +96,7 @@ class ServerView:
     is_host: bool = True
     is_cordoned: bool = False
     #: Where no slot is free, what loading anything here costs at least beside the load: somebody must go.
-    least_gone_s: float = field(init=False, default=0.0)
+    least_gone_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.free_slots:
@@ -133,14 +129,13 @@ class Shape(NamedTuple):
     slot_memories: tuple[int, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class Nearness:
+class Nearness(msgspec.Struct, kw_only=True, eq=False):
     """Where to look first: the views by server, the servers that hold some of a checkpoint, and what a byte and a load
     from the repository cost on each. It belongs to whoever makes snapshots, and is true only until the next one."""
 
-    views: dict[str, ServerView] = field(default_factory=dict)
-    holders: dict[tuple[str, str], dict[str, None]] = field(default_factory=dict)
-    costs: dict[str, tuple[float, float]] = field(default_factory=dict)
+    views: dict[str, ServerView] = msgspec.field(default_factory=dict)
+    holders: dict[tuple[str, str], dict[str, None]] = msgspec.field(default_factory=dict)
+    costs: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of(cls, servers: Sequence[ServerView]) -> Nearness:
@@ -162,15 +157,14 @@ class Nearness:
         return size_bytes * seconds_per_byte + overhead_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The cluster at one moment. `servers` are those that live. `shapes` are those of all servers that are known, also
     of lately lost ones; None while not all had the time to say how large they are, so nothing is said to never fit.
     `nearness` makes a decision faster, and never another one."""
 
     servers: tuple[ServerView, ...]
     shapes: frozenset[Shape] | None
-    nearness: Nearness | None = field(default=None, compare=False, repr=False)
+    nearness: Nearness | None = None
 
 
 def choose_slots(task: Task, slots: Sequence[SlotView], *, is_host: bool) -> tuple[int, ...] | None:

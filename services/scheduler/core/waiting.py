@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from heapq import heapify, heappop
 from math import inf
 
+import msgspec
 from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import ModelNotFound, ModelTooLarge, QueueFull, Unavailable
 from whimbrel.wire.messages import (
@@ -196,7 +196,7 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
     policy = policy or step.settings.policy
     task = cluster.task_of(model)
     if policy == "random":
-        task = replace(task, draw=cluster.draw(model.model_id))
+        task = msgspec.structs.replace(task, draw=cluster.draw(model.model_id))
     decision = POLICIES[policy](cluster.snapshot(step.now), task, step.now)
     cluster.keep(model.model_id, KeptDecision(decision=decision, decided_s=step.now, policy=policy))
     step.decide(decision)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from whimbrel.wire.messages import Scaling
 
 from services.scheduler.core.scaling import Drain, Held, Holder, choose_drain, choose_surplus, desired, expired

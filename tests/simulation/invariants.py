@@ -144,7 +144,7 @@ def check_views(cluster: Cluster, now: float) -> None:
     stale = {
         f"{server_id}.{name}": (getattr(seen[server_id], name), getattr(view, name))
         for server_id, view in fresh.items()
-        for name in view.__dataclass_fields__
+        for name in view.__struct_fields__
         if getattr(seen[server_id], name) != getattr(view, name)
     }
     assert not stale, f"out of date, and what it is: {stale}"

@@ -103,12 +103,14 @@ def _appended(recent: tuple[float, ...], observation: float) -> tuple[float, ...
 def _settled(recent: tuple[float, ...]) -> tuple[float, float]:
     """The mean of the observations that agree with their median (the lower one when even), and their variance."""
     median = sorted(recent)[(len(recent) - 1) // 2]
-    weights = [AGING**age for age in range(len(recent) - 1, -1, -1)]
-    agreeing = [
-        (weight, o)
-        for weight, o in zip(weights, recent, strict=True)
-        if median <= o * INLIER_FACTOR and o <= median * INLIER_FACTOR
-    ]
-    total = sum(weight for weight, _ in agreeing)
-    mean = sum(weight * o for weight, o in agreeing) / total
-    return mean, sum(weight * (o - mean) ** 2 for weight, o in agreeing) / total
+    least, most = median / INLIER_FACTOR, median * INLIER_FACTOR
+    mean = squares = total = 0.0
+    weight = 1.0
+    for observation in reversed(recent):
+        if least <= observation <= most:
+            total += weight
+            above = observation - mean
+            mean += above * weight / total
+            squares += weight * above * (observation - mean)
+        weight *= AGING
+    return mean, max(0.0, squares / total)  # rounding may take equal ones below

@@ -201,11 +201,7 @@ class Cluster:
 
     def is_idle(self, instance: Instance) -> bool:
         """Whether it could be unloaded at once, as far as we know; its worker has the last word."""
-        if (instance.active and instance.requests) or instance.promised or instance.held_until_s is not None:
-            return False
-        slot = self.slot_of(instance)
-        is_there = slot.is_alive and instance.record.state is InstanceState.READY
-        return is_there and slot.active_requests(instance.record.instance_id) == 0
+        return sights.is_idle(instance, self.slot_of(instance))
 
     def is_minimum(self, instance: Instance) -> bool:
         """Whether its model would have fewer instances than it should always have, if it went."""

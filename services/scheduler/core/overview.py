@@ -55,12 +55,11 @@ class Overview:
         before = near.views.get(server_id)
         if not server.is_alive:
             near.views.pop(server_id, None)
-            near.costs.pop(server_id, None)
+            near.price(server_id, None)
             self._rehold(before, None, server_id)
             return
         view = near.views[server_id] = sights.look(cluster, server)
-        speed = view.speeds[Tier.REMOTE]
-        near.costs[server_id] = (speed.seconds_per_byte, speed.overhead_s)
+        near.price(server_id, view.speeds[Tier.REMOTE])
         self._rehold(before, view, server_id)
 
     def _rehold(self, before: ServerView | None, after: ServerView | None, server_id: str) -> None:

@@ -46,8 +46,9 @@ class Slot:
     @property
     def is_free(self) -> bool:
         """A worker that is alive and has nothing: an instance could be loaded there."""
-        is_empty = self.owner is None and self.occupant is None and self.reserved_for is None
-        return is_empty and self.is_alive and self.heartbeat is not None
+        if self.owner is not None or self.occupant is not None or self.reserved_for is not None:
+            return False
+        return self.is_alive and self.heartbeat is not None
 
     @property
     def is_host(self) -> bool:
@@ -60,12 +61,6 @@ class Slot:
         self.heartbeat = heartbeat
         if known is None or is_other_device(known, heartbeat):
             self.view = SlotView(self.slot, 0 if self.is_host else heartbeat.memory_size_bytes)
-
-    def active_requests(self, instance_id: str) -> int:
-        """What the worker itself counts for this instance."""
-        if self.heartbeat is None or self.heartbeat.instance_id != instance_id:
-            return 0
-        return self.heartbeat.active_requests
 
 
 def is_other_device(known: WorkerHeartbeat, heartbeat: WorkerHeartbeat) -> bool:

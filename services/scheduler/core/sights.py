@@ -10,7 +10,7 @@ from whimbrel.wire.records import InstanceState
 from services.scheduler.core.estimates import PathSpeed, seconds_to_load
 from services.scheduler.core.instances import Instance, Seen
 from services.scheduler.core.models import Model
-from services.scheduler.core.servers import Server
+from services.scheduler.core.servers import Server, Slot
 from services.scheduler.core.views import Occupant, ServerView, SlotView, Task
 
 if TYPE_CHECKING:
@@ -38,26 +38,29 @@ def look(cluster: Cluster, server: Server) -> ServerView:
 
     This runs whenever something happens to a server, so it asks each thing once, and makes no values that it has.
     """
-    is_host = server.is_host
-    speeds = server.speeds()
+    is_host, speeds, slots, instances = server.is_host, server.speeds(), server.slots, cluster.instances
+    reload_speed = speeds[Tier.DRAM]
     idle: list[Occupant] = []
     running: list[Occupant] = []
     used_bytes = 0
     for instance_id in server.instances:
-        instance = cluster.instances[instance_id]
-        state = instance.record.state
-        if is_host or state is InstanceState.LOADING:
+        instance = instances[instance_id]
+        record = instance.record
+        if is_host or record.state is InstanceState.LOADING:
             used_bytes += instance.size_bytes
-        if state is not InstanceState.READY or not _is_unreserved(server, instance):
+        slot = slots[record.slot]
+        if record.state is not InstanceState.READY or not slot.is_alive or slot.reserved_for is not None:
             continue
-        if not cluster.is_idle(instance):
-            running.append(_occupant(cluster, server, instance, speeds[Tier.DRAM], is_host=is_host))
+        if record.more_slots and any(slots[other].reserved_for is not None for other in record.more_slots):
+            continue
+        if not is_idle(instance, slot):
+            running.append(_occupant(cluster, server, instance, reload_speed))
         elif instance.kept_until_s is None and not cluster.is_minimum(instance):
             # One that is idle, but kept, is neither idle nor running to placement.
-            idle.append(_occupant(cluster, server, instance, speeds[Tier.DRAM], is_host=is_host))
+            idle.append(_occupant(cluster, server, instance, reload_speed))
     if len(idle) > 1:
         idle.sort(key=_idle_longest)
-    free = [slot.view for slot in server.slots.values() if slot.is_free]
+    free = [slot.view for slot in slots.values() if slot.is_free]
     if len(free) > 1:
         free.sort(key=_smallest)
     return ServerView(
@@ -80,16 +83,17 @@ def room_bytes(instance: Instance, *, is_host: bool) -> int:
     return instance.size_bytes if is_host or instance.state is InstanceState.LOADING else 0
 
 
-def _is_unreserved(server: Server, instance: Instance) -> bool:
-    """Whether its worker lives, and none of its slots is kept for somebody already."""
-    record = instance.record
-    first = server.slots[record.slot]
-    if not first.is_alive or first.reserved_for is not None:
+def is_idle(instance: Instance, slot: Slot) -> bool:
+    """Whether it could be unloaded at once, as far as we know; its worker, that of `slot`, has the last word."""
+    if instance.promised or instance.held_until_s is not None or (instance.active and instance.requests):
         return False
-    return not record.more_slots or all(server.slots[slot].reserved_for is None for slot in record.more_slots)
+    if not slot.is_alive or instance.record.state is not InstanceState.READY:
+        return False
+    worker = slot.heartbeat
+    return worker is None or worker.active_requests == 0 or worker.instance_id != instance.record.instance_id
 
 
-def _occupant(cluster: Cluster, server: Server, instance: Instance, speed: PathSpeed, *, is_host: bool) -> Occupant:
+def _occupant(cluster: Cluster, server: Server, instance: Instance, speed: PathSpeed) -> Occupant:
     """Made once for each time that the instance became idle, as long as the server's speeds are what they were."""
     task = task_of(cluster.models[instance.record.model_id])
     known = instance.occupant
@@ -101,7 +105,7 @@ def _occupant(cluster: Cluster, server: Server, instance: Instance, speed: PathS
         instance_id=instance.instance_id,
         slots=tuple([server.slots[slot].view for slot in instance.record.slots]),
         task=task,
-        room_bytes=room_bytes(instance, is_host=is_host),
+        room_bytes=room_bytes(instance, is_host=server.is_host),
         idle_since_s=instance.idle_since_s,
         reload_s=seconds_to_load(queue_s=0.0, size_bytes=instance.size_bytes, speed=speed),
     )

@@ -131,30 +131,41 @@ class Shape(NamedTuple):
 
 class Nearness(msgspec.Struct, kw_only=True, eq=False):
     """Where to look first: the views by server, the servers that hold some of a checkpoint, and what a byte and a load
-    from the repository cost on each. It belongs to whoever makes snapshots, and is true only until the next one."""
+    from the repository cost on each, and at least. It belongs to whoever makes snapshots, and is true only until the
+    next one."""
 
     views: dict[str, ServerView] = msgspec.field(default_factory=dict)
     holders: dict[tuple[str, str], dict[str, None]] = msgspec.field(default_factory=dict)
     costs: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
+    least: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, servers: Sequence[ServerView]) -> Nearness:
         """For servers that do not change."""
         near = cls(views={server.server_id: server for server in servers})
         for server in servers:
-            speed = server.speeds[Tier.REMOTE]
-            near.costs[server.server_id] = (speed.seconds_per_byte, speed.overhead_s)
+            near.price(server.server_id, server.speeds[Tier.REMOTE])
             for checkpoint in server.residency:
                 near.holders.setdefault(checkpoint, {})[server.server_id] = None
         return near
 
+    def price(self, server_id: str, speed: PathSpeed | None) -> None:
+        """What the path from the repository costs on a server from now on; None when it is gone."""
+        cost = None if speed is None else (speed.seconds_per_byte, speed.overhead_s)
+        if cost == self.costs.get(server_id):
+            return
+        if cost is None:
+            del self.costs[server_id]
+        else:
+            self.costs[server_id] = cost
+        self.least = None
+
     def floor_s(self, size_bytes: int) -> float:
         """What loading so many bytes from the repository costs at least, on any server."""
-        if not self.costs:
-            return 0.0
-        seconds_per_byte = min(self.costs.values())[0]
-        overhead_s = min([cost[1] for cost in self.costs.values()])
-        return size_bytes * seconds_per_byte + overhead_s
+        if self.least is None:
+            bytes_s, overheads_s = zip(*self.costs.values(), strict=True) if self.costs else ((0.0,), (0.0,))
+            self.least = (min(bytes_s), min(overheads_s))
+        return size_bytes * self.least[0] + self.least[1]
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
+import msgspec
 import pytest
 from whimbrel.wire.messages import Tier
 
@@ -229,7 +229,7 @@ def test_a_server_that_just_failed_comes_last_but_is_better_than_none() -> None:
 
 
 def test_nothing_is_placed_on_a_cordoned_server() -> None:
-    cordoned = dataclasses.replace(a_server("s0", tier=Tier.DRAM), is_cordoned=True)
+    cordoned = msgspec.structs.replace(a_server("s0", tier=Tier.DRAM), is_cordoned=True)
     decision = place(cordoned, a_server("s1"))
     assert isinstance(decision, Placement)
     assert decision.server_id == "s1"
@@ -239,11 +239,11 @@ def test_nothing_is_placed_on_a_cordoned_server() -> None:
 
 def a_gpu_server(server_id: str, *memories: int) -> ServerView:
     slots = tuple(SlotView(number, memory * GB) for number, memory in enumerate(memories))
-    return dataclasses.replace(a_server(server_id), free_slots=slots, is_host=False)
+    return msgspec.structs.replace(a_server(server_id), free_slots=slots, is_host=False)
 
 
 def two_partitions(large: int, small: int) -> Task:
-    return dataclasses.replace(a_task((large + small) * GB), partition_bytes=(large * GB, small * GB))
+    return msgspec.structs.replace(a_task((large + small) * GB), partition_bytes=(large * GB, small * GB))
 
 
 def test_each_partition_gets_the_smallest_slot_that_has_memory_for_it() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
+import msgspec
 import pytest
 
 from services.scheduler.core.decisions import Decision, Deferred, NeverFits, Placement
@@ -19,7 +19,7 @@ PARTS = 10
 def same(one: Decision, other: Decision) -> bool:
     """Whether they say the same; their reasons know different snapshots."""
     left, right = (
-        dataclasses.replace(d, reasons=None) if isinstance(d, Placement | Deferred) else d for d in (one, other)
+        msgspec.structs.replace(d, reasons=None) if isinstance(d, Placement | Deferred) else d for d in (one, other)
     )
     return left == right
 
@@ -27,7 +27,7 @@ def same(one: Decision, other: Decision) -> bool:
 def check(snapshot: Snapshot, task: Task, seed: int) -> Placement | None:
     """The decision costs what the optimum costs; returns it when it is a placement."""
     decision = migration(snapshot, task, NOW_S)
-    near = dataclasses.replace(snapshot, nearness=Nearness.of(snapshot.servers))
+    near = msgspec.structs.replace(snapshot, nearness=Nearness.of(snapshot.servers))
     assert same(migration(near, task, NOW_S), decision), f"seed {seed}: looking near first changed the answer"
     assert not isinstance(decision, NeverFits), f"seed {seed}"
     best = optimum(snapshot, task)

@@ -6,11 +6,11 @@ powers of two, so costs are compared exactly.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from itertools import combinations, permutations
 
+import msgspec
 import pytest
 from whimbrel.wire.messages import Tier
 
@@ -56,7 +56,7 @@ def running(
     reload_s: float = 0.25,
     pause_s: float = 0.0,
 ) -> Occupant:
-    return dataclasses.replace(idle(instance_id, slot, reload_s=reload_s), resume=resume, pause_s=pause_s)
+    return msgspec.structs.replace(idle(instance_id, slot, reload_s=reload_s), resume=resume, pause_s=pause_s)
 
 
 def a_server(
@@ -352,7 +352,7 @@ def test_a_move_to_where_its_model_is_idle_loads_nothing() -> None:
 )
 def test_without_a_possible_move_the_task_is_held(servers: tuple[ServerView, ...]) -> None:
     """C4: two GPUs are needed, so the free one of s1 alone is not enough."""
-    held = dataclasses.replace(servers[0], free_slots=(SlotView(1),))
+    held = msgspec.structs.replace(servers[0], free_slots=(SlotView(1),))
     decision = deferred("migration", held, *servers[1:], task=a_task(partitions=2))
     assert all(candidate.refusal is not None for candidate in decision.reasons.candidates())
 
@@ -395,13 +395,13 @@ def test_the_order_in_which_servers_are_told_changes_nothing(policy: str) -> Non
     for seed in range(400):
         chance = random.Random(seed)
         snapshot, task = random_snapshot(chance)
-        task = dataclasses.replace(task, draw=chance.randrange(100))
+        task = msgspec.structs.replace(task, draw=chance.randrange(100))
         decision = POLICIES[policy](snapshot, task, NOW_S)
         shuffled = chance.sample(snapshot.servers, k=len(snapshot.servers))
-        other = POLICIES[policy](dataclasses.replace(snapshot, servers=tuple(shuffled)), task, NOW_S)
+        other = POLICIES[policy](msgspec.structs.replace(snapshot, servers=tuple(shuffled)), task, NOW_S)
         assert not isinstance(decision, NeverFits), f"seed {seed}"
         assert not isinstance(other, NeverFits), f"seed {seed}"
-        bare = [dataclasses.replace(one, reasons=decision.reasons) for one in (decision, other)]
+        bare = [msgspec.structs.replace(one, reasons=decision.reasons) for one in (decision, other)]
         assert bare[0] == bare[1], f"seed {seed}"
         if isinstance(decision, Placement):
             placements += 1

@@ -37,8 +37,9 @@ class HubServer:
     refusal_status: int = 503
     ignores_ranges: bool = False
     user_password: str | None = None
-    #: Cleared to let bodies stand still on their way.
+    #: Cleared to let bodies stand still after so many bytes.
     may_go_on: threading.Event = field(default_factory=threading.Event)
+    held_after_bytes: int = HELD_AFTER_BYTES
     #: Set when a body stands still.
     stands_still: threading.Event = field(default_factory=threading.Event)
     flipped: set[str] = field(default_factory=set)
@@ -142,12 +143,12 @@ class _Handler(BaseHTTPRequestHandler):
         hub.cuts -= is_cut
         for start in range(0, limit, BLOCK_BYTES):
             block = content[start : min(start + BLOCK_BYTES, limit)]
-            self.wfile.write(block)
-            hub.sent_bytes += len(block)
-            if start >= HELD_AFTER_BYTES and not hub.may_go_on.is_set():
+            if start >= hub.held_after_bytes and not hub.may_go_on.is_set():
                 hub.stands_still.set()
                 if not hub.may_go_on.wait(30):
                     break
+            self.wfile.write(block)
+            hub.sent_bytes += len(block)
         if is_cut:
             self.close_connection = True
 

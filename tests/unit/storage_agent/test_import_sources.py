@@ -162,6 +162,7 @@ async def test_an_origin_that_stays_silent_is_left(
     monkeypatch.setattr(import_downloads, "STALL_S_MAX", 0.1)
     monkeypatch.setattr(import_downloads, "TRIES_MAX", 2)
     hub.models[MODEL] = source
+    hub.held_after_bytes = 0
     hub.may_go_on.clear()
     async with import_jobs(tmp_path) as bench:
         assert "it sent nothing for 0.1 s" in reason(await bench.fail("m", f"hf://{MODEL}"))

@@ -23,7 +23,8 @@ log = structlog.get_logger()
 
 # A few seconds of events at the highest rate a router has; more would only delay the news that events get lost.
 EVENTS_QUEUED_MAX = 4096
-# Enough in flight to hide the round trip of the acknowledgement; small enough to repeat without harm.
+# Enough to hide the round trip of the acknowledgement; small enough to repeat without harm, and for JetStream's own
+# queue of 10,000 with as many publishers as there are.
 EVENTS_IN_FLIGHT_MAX = 64
 # JetStream answers in about a millisecond; after this long it is taken to be away.
 ACKNOWLEDGE_S_MAX = 2.0
@@ -40,6 +41,9 @@ DUPLICATE_WINDOW_S = 120.0
 EVENTS_LOST = telemetry.counter(
     "whimbrel_bus_events_lost_total", "Public events dropped: queue full or JetStream away."
 )
+
+# What JetStream knows an event by, so that one that is sent again is there once.
+MESSAGE_ID = "Nats-Msg-Id"
 
 # Room for the event's id; NATS counts headers as payload, and ends a connection that sends too much.
 HEADER_BYTES_MAX = 256
@@ -125,16 +129,19 @@ class EventPublisher:
         log.warning("events_lost", count=len(events), reason=reason)
 
     async def _publish(self, events: list[tuple[str, str, bytes]]) -> None:
+        """Returns when JetStream has them. It takes what one connection brings in order, so its acknowledgement of the
+        last event says that it took all of them, as long as it was one connection; acknowledging each costs several
+        times as much as the rest of a scheduler's event."""
         client = self._client()
         if not self._has_stream:
             await ensure_stream(client, self._subjects)
             self._has_stream = True
+        connections = client.stats["reconnects"]
+        *before, last = events
+        for subject, event_id, data in before:
+            await client.publish(subject, data, headers={MESSAGE_ID: event_id})
+        subject, event_id, data = last
         stream = client.jetstream(timeout=ACKNOWLEDGE_S_MAX)
-        name = self._subjects.events_stream()
-        sent = [
-            stream.publish(subject, data, stream=name, headers={"Nats-Msg-Id": event_id})
-            for subject, event_id, data in events
-        ]
-        for outcome in await asyncio.gather(*sent, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await stream.publish(subject, data, stream=self._subjects.events_stream(), headers={MESSAGE_ID: event_id})
+        if client is not self._client() or client.stats["reconnects"] != connections:
+            raise Unavailable(what="NATS (the connection was another one at the end)")

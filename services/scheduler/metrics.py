@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whimbrel.chassis import telemetry
 from whimbrel.wire.events import LoadSucceeded, LoadWasLost
-from whimbrel.wire.records import AccuracyRecord, BandwidthRecord, InstanceState, Record
+from whimbrel.wire.records import AccuracyRecord, BandwidthRecord, InstanceState
 
 from services.scheduler.core.accuracy import quality
 from services.scheduler.core.bandwidth import spread
@@ -65,6 +65,10 @@ UNHEARD = telemetry.counter(
 )
 
 
+#: What was learned and is not shown yet: much more is learned than anybody looks at.
+_learned: dict[tuple[str, str], BandwidthRecord | AccuracyRecord] = {}
+
+
 def observe(ready: Ready, *, step_s: float, events: int) -> None:
     """What one step did."""
     STEP_S.observe(step_s)
@@ -80,7 +84,8 @@ def observe(ready: Ready, *, step_s: float, events: int) -> None:
             case NeverFits():
                 PLACEMENTS.labels("never_fits").inc()
     for record in ready.records:
-        _observe_learned(record)
+        if isinstance(record, BandwidthRecord | AccuracyRecord):
+            _learned[record.table, record.key()] = record
     for event in ready.events:
         if isinstance(event, LoadSucceeded):
             _observe_load(event)
@@ -90,6 +95,7 @@ def observe(ready: Ready, *, step_s: float, events: int) -> None:
 
 def observe_cluster(cluster: Cluster) -> None:
     """What there is now."""
+    show_learned()
     WAITING.set(cluster.waiting_requests)
     SERVERS.set(len(cluster.live_servers()))
     counts = dict.fromkeys(InstanceState, 0)
@@ -99,8 +105,15 @@ def observe_cluster(cluster: Cluster) -> None:
         INSTANCES.labels(state.value).set(count)
 
 
-def _observe_learned(record: Record) -> None:
-    """What is known of a server's tier from now on, and how well estimates made of it held."""
+def show_learned() -> None:
+    """What was learned since the last time."""
+    for record in _learned.values():
+        _show(record)
+    _learned.clear()
+
+
+def _show(record: BandwidthRecord | AccuracyRecord) -> None:
+    """What is known of a server's tier, and how well estimates made of it held."""
     match record:
         case BandwidthRecord(server_id=server_id, tier=tier, seconds_per_byte=seconds_per_byte, observations=seen):
             if seen > 0 and seconds_per_byte > 0.0:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import structlog
 from whimbrel.chassis.bus import Bus, NatsBus, Received
 from whimbrel.chassis.heartbeat import HEARTBEAT_S, HEARTBEATS_MISSED_MAX, Heart
-from whimbrel.wire.errors import ProtocolError, StaleEpoch, Unavailable, WhimbrelError
+from whimbrel.wire.errors import Conflict, ProtocolError, StaleEpoch, Unavailable, WhimbrelError
 from whimbrel.wire.messages import (
     AbortInference,
     Ack,
@@ -25,6 +25,7 @@ from whimbrel.wire.messages import (
     SchedulerHeartbeat,
     StartInference,
     UnloadInstance,
+    UnloadRefused,
     WorkerHeartbeat,
     WorkerState,
 )
@@ -155,7 +156,10 @@ class WorkerService:
                 self._slot.activate(message)
             case UnloadInstance():
                 self._obey(message.scheduler_epoch)
-                await self._slot.unload(message, is_idle=self._inference.active == 0)
+                try:
+                    await self._slot.unload(message, is_idle=self._inference.active == 0)
+                except Conflict:
+                    await self._tell_scheduler(UnloadRefused(instance_id=message.instance_id))
             case DetachInstance():
                 await self._slot.unload(message, is_idle=self._inference.active == 0)
             case _:

@@ -13,8 +13,7 @@ from whimbrel.chassis.bus import Bus, Received, Subscription
 from whimbrel.chassis.inbox import Inbox
 from whimbrel.chassis.store import Store
 from whimbrel.wire.codec import error_reply
-from whimbrel.wire.errors import Conflict, PayloadTooLarge, Unavailable, WhimbrelError
-from whimbrel.wire.messages import UnloadInstance
+from whimbrel.wire.errors import PayloadTooLarge, Unavailable
 from whimbrel.wire.subjects import SCHEDULER_QUEUE
 
 from services.scheduler import metrics, recovery
@@ -29,7 +28,6 @@ from services.scheduler.core.ready import (
     ToAgent,
     ToRouter,
     ToWorker,
-    UnloadRefused,
 )
 from services.scheduler.leader import Lease
 
@@ -41,8 +39,6 @@ INBOX_EVENTS_MAX = 50_000
 EVENTS_PER_STEP_MAX = 256
 # Time-outs are at least a second; a quarter of one is precise enough for them.
 TICK_S = 0.25
-# A worker unloads an idle instance in milliseconds, or says no; without an answer it is asked again by reconciliation.
-UNLOAD_ANSWER_S_MAX = 5.0
 # Services whose heartbeats the scheduler hears.
 HEARD = ("agent", "worker", "router")
 
@@ -134,10 +130,7 @@ class Term:
 
     async def _say(self, ready: Ready) -> None:
         for outgoing in ready.messages:
-            if isinstance(outgoing.message, UnloadInstance) and isinstance(outgoing.to, ToWorker):
-                self._spawn(self._unload(outgoing.to, outgoing.message), name="unload")
-            else:
-                await self._publish(outgoing)
+            await self._publish(outgoing)
         for event in ready.events:
             log.info(f"{event.noun}_{event.verb}", **{name: getattr(event, name) for name in event.__struct_fields__})
             await self._bus.publish_event(event)
@@ -163,16 +156,6 @@ class Term:
         except Unavailable as error:
             metrics.UNHEARD.inc()
             log.warning("message_not_sent", to=str(outgoing.to), type=type(message).__name__, reason=str(error))
-
-    async def _unload(self, to: ToWorker, unload: UnloadInstance) -> None:
-        """A refusal is an event; everything else is told by the worker's events and heartbeats."""
-        try:
-            subject = self._bus.subjects.to_worker(to.server_id, to.slot, unload)
-            await self._bus.request(subject, unload, timeout_s=UNLOAD_ANSWER_S_MAX)
-        except Conflict:
-            await self._put(UnloadRefused(instance_id=unload.instance_id))
-        except WhimbrelError as error:
-            log.info("unload_not_answered", instance_id=unload.instance_id, code=error.code, reason=str(error))
 
     async def _tick(self) -> None:
         while True:

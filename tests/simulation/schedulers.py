@@ -9,12 +9,11 @@ from enum import StrEnum, auto
 from whimbrel.chassis.heartbeat import HEARTBEAT_S
 from whimbrel.chassis.memory_store import InMemoryStore
 from whimbrel.wire.codec import error_of
-from whimbrel.wire.errors import Conflict, StaleEpoch, Unavailable, WhimbrelError
+from whimbrel.wire.errors import StaleEpoch, Unavailable, WhimbrelError
 from whimbrel.wire.messages import (
     ErrorReply,
     Message,
     SchedulerHeartbeat,
-    UnloadInstance,
 )
 from whimbrel.wire.records import Record
 
@@ -29,7 +28,6 @@ from services.scheduler.core.ready import (
     ToAgent,
     ToRouter,
     ToWorker,
-    UnloadRefused,
 )
 from services.scheduler.core.settings import Settings
 from tests.simulation.network import Call, Listener, Network
@@ -40,7 +38,6 @@ LEASE_S, RENEW_S, POLL_S = 2.0, 0.5, 0.25
 TICK_S = 0.25
 STORE_RETRY_S = 0.05
 EVENTS_PER_STEP_MAX = 256
-UNLOAD_ANSWER_S_MAX = 5.0
 
 
 class Boundary(StrEnum):
@@ -226,24 +223,12 @@ class SimScheduler(Listener):
                 call = self._calls.pop(reply_to, None)
                 if call is not None:
                     call.answer(self, _as_answer(message))
-            case ToWorker(server_id=server_id, slot=slot) if isinstance(message, UnloadInstance):
-                self.spawn(self._unload(("worker", server_id, slot), message))
             case ToWorker(server_id=server_id, slot=slot):
                 self.network.send(self, ("worker", server_id, slot), message)
             case ToAgent(server_id=server_id):
                 self.network.send(self, ("agent", server_id), message)
             case ToRouter(router_id=router_id):
                 self.network.send(self, ("router", router_id), message)
-
-    async def _unload(self, worker: tuple[str | int, ...], unload: UnloadInstance) -> None:
-        epoch = self.epoch
-        try:
-            await self.network.request(self, worker, unload, UNLOAD_ANSWER_S_MAX)
-        except Conflict:
-            if self.is_leading and self.epoch == epoch:
-                self._put(UnloadRefused(instance_id=unload.instance_id))
-        except WhimbrelError:
-            return  # its events and heartbeats tell
 
 
 def _as_answer(message: Message) -> Message | WhimbrelError:

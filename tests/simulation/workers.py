@@ -24,6 +24,7 @@ from whimbrel.wire.messages import (
     SchedulerHeartbeat,
     StartInference,
     UnloadInstance,
+    UnloadRefused,
     WorkerHeartbeat,
     WorkerState,
 )
@@ -153,7 +154,10 @@ class SimWorker(Peer):
                 self._do(instance, instance.verify(self.now))
             case UnloadInstance():
                 self.obey(message.scheduler_epoch)
-                await self._unload(message.instance_id, may_drain=message.drain)
+                try:
+                    await self._unload(message.instance_id, may_drain=message.drain)
+                except Conflict:
+                    self.tell_scheduler(UnloadRefused(instance_id=message.instance_id))
             case DetachInstance():
                 await self._unload(message.instance_id, may_drain=True)
             case _:

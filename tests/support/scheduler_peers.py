@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whimbrel.chassis.bus import Bus, Received
-from whimbrel.wire.errors import Conflict, InstanceGone, StaleEpoch, WhimbrelError
+from whimbrel.wire.errors import InstanceGone, StaleEpoch, WhimbrelError
 from whimbrel.wire.messages import (
-    Ack,
     AgentHeartbeat,
     InferenceFinished,
     InferenceStarted,
@@ -37,6 +36,7 @@ from whimbrel.wire.messages import (
     SchedulerHeartbeat,
     Tier,
     UnloadInstance,
+    UnloadRefused,
     WorkerHeartbeat,
     WorkerState,
 )
@@ -216,7 +216,6 @@ class Peers:
                         self.violations.append(f"{slot.where} has {slot.instance_id}, is given {prepare.instance_id}")
                 case UnloadInstance() as unload:
                     await self._unload(slot, unload)
-                    await self.bus.reply(received.reply_to, Ack())
 
         return on_command
 
@@ -224,8 +223,8 @@ class Peers:
         if slot.instance_id != unload.instance_id:
             raise InstanceGone(instance_id=unload.instance_id)
         if slot.requests and not unload.drain:
-            raise Conflict(reason="the instance is busy")
-        if slot.requests:
+            await self._say(UnloadRefused(instance_id=unload.instance_id))
+        elif slot.requests:
             slot.state = WorkerState.DRAINING
         else:
             await self._end(slot)

@@ -25,7 +25,7 @@ from whimbrel.chassis.store import RedisStore
 from whimbrel.cli.processes import Child, base_environ, service_argv
 from whimbrel.cli.sched_world import ROUTER, Peers, agent_heartbeat, model_record, worker_heartbeat
 from whimbrel.wire.codec import decode, encode
-from whimbrel.wire.messages import Ack, LoadModel, Message, RouterHeartbeat, UnloadInstance
+from whimbrel.wire.messages import LoadModel, Message, RouterHeartbeat, UnloadInstance
 from whimbrel.wire.subjects import Subjects
 
 IN_FLIGHT = 128
@@ -152,8 +152,6 @@ class Players:
             self._slots[message.instance_id] = (server_id or "", message.slots[0])
         elif isinstance(message, UnloadInstance):
             self._held.pop(self._slots.pop(message.instance_id, ("", 0)), None)
-            if received.reply:
-                await self._client.publish(received.reply, encode(Ack()))
         for answer in self._peers.answer(server_id, 0, message):
             await self._publish(answer)
         if self._peers.ended >= self._end:

@@ -592,12 +592,18 @@ class InstanceEnded(Message, frozen=True, kw_only=True):
 
 
 class UnloadInstance(Message, frozen=True, kw_only=True):
-    """Scheduler → worker (request/reply). With `drain` the worker takes no new request and unloads when idle;
-    without, it unloads at once if it is idle and refuses otherwise."""
+    """Scheduler → worker. With `drain` the worker takes no new request and unloads when idle; without, it unloads at
+    once if it is idle and refuses otherwise. Its answer is InstanceEnded or UnloadRefused."""
 
     instance_id: str
     drain: bool
     scheduler_epoch: NonNegative
+
+
+class UnloadRefused(Message, frozen=True, kw_only=True):
+    """Worker → scheduler: the instance took a request before it was to be unloaded, so it stays."""
+
+    instance_id: str
 
 
 # --- inference: router ↔ worker, router → scheduler ---

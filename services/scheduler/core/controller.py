@@ -38,6 +38,7 @@ from whimbrel.wire.messages import (
     RouterHeartbeat,
     ScaleModel,
     UncordonServer,
+    UnloadRefused,
     WorkerExited,
     WorkerHeartbeat,
 )
@@ -48,7 +49,6 @@ from services.scheduler.core import (
     explain,
     heartbeats,
     imports,
-    lifecycle,
     loading,
     operations,
     queries,
@@ -58,8 +58,7 @@ from services.scheduler.core import (
     waiting,
 )
 from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.instances import InstanceEvent
-from services.scheduler.core.ready import Arrived, Event, Ready, Tick, UnloadRefused
+from services.scheduler.core.ready import Arrived, Event, Ready, Tick
 from services.scheduler.core.rebuilding import rebuild
 from services.scheduler.core.settings import PAUSE_S, Settings
 from services.scheduler.core.step import Step
@@ -92,6 +91,7 @@ HANDLERS: dict[type[Message], Handler] = dict(
         _handler(LoadEnded, loading.on_load_ended),
         _handler(InstanceBecameReady, loading.on_instance_became_ready),
         _handler(InstanceEnded, loading.on_instance_ended),
+        _handler(UnloadRefused, loading.on_unload_refused),
         _handler(InferenceStarted, routers.on_inference_started),
         _handler(InferenceFinished, routers.on_inference_finished),
         _handler(AgentHeartbeat, heartbeats.on_agent_heartbeat),
@@ -165,8 +165,6 @@ class Controller:
             match event:
                 case Arrived(message=message, reply_to=reply_to):
                     _hear(step, message, reply_to)
-                case UnloadRefused(instance_id=instance_id):
-                    _refuse(step, instance_id)
                 case _:
                     assert isinstance(event, Tick)
                     timeouts.on_tick(step)
@@ -186,9 +184,3 @@ def _hear(step: Step, message: Message, reply_to: str | None) -> None:
         handle(step, message, reply_to)
     except WhimbrelError as error:
         step.answer(reply_to, error_reply(error))
-
-
-def _refuse(step: Step, instance_id: str) -> None:
-    instance = step.cluster.instances.get(instance_id)
-    if instance is not None and instance.accepts(InstanceEvent.UNLOAD_REFUSED):
-        lifecycle.refuse_unload(step, instance)

@@ -15,6 +15,7 @@ from whimbrel.wire.messages import (
     PrefetchEnded,
     Tier,
     TierReport,
+    UnloadRefused,
     WaitStage,
 )
 from whimbrel.wire.records import InstanceState
@@ -107,6 +108,12 @@ def on_instance_ended(step: Step, message: InstanceEnded, reply_to: str | None) 
     elif instance.detached_s is None:
         # The agent told it to let go; its own report, which names the cause, is on the way.
         instance.detached_s = step.now
+
+
+def on_unload_refused(step: Step, message: UnloadRefused, reply_to: str | None) -> None:
+    instance = step.cluster.instances.get(message.instance_id)
+    if instance is not None and instance.accepts(InstanceEvent.UNLOAD_REFUSED):
+        lifecycle.refuse_unload(step, instance)
 
 
 def hear_ready(step: Step, instance: Instance) -> None:

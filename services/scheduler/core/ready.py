@@ -21,13 +21,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """Time passed. Only time-outs depend on it: nothing on the path of a request waits for one."""
 
 
-class UnloadRefused(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker answered an unload with a refusal: the instance took a request in the meantime."""
-
-    instance_id: str
-
-
-Event = Arrived | Tick | UnloadRefused
+Event = Arrived | Tick
 
 
 class ToAgent(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from whimbrel.wire.messages import (
     RemoveModel,
     RouteAdded,
     RouteState,
+    UnloadRefused,
 )
 from whimbrel.wire.records import InstanceState, JobRecord, ModelRecord
 
@@ -187,7 +188,7 @@ def test_an_instance_of_old_bytes_whose_unload_is_refused_is_drained() -> None:
     reply = deploy(cluster, source="/models/m-v2")
     cluster.deliver(Arrived(message=finished(reply.job_id), reply_to="r"))
     cluster.drops = lambda message: False
-    cluster.refuse_unload(cluster.instances()[0].instance_id)
+    cluster.to_scheduler(UnloadRefused(instance_id=cluster.instances()[0].instance_id))
     cluster.run(0.01)
     states = [m.route.state for m in cluster.said_to_all(RouteAdded) if isinstance(m, RouteAdded)]
     assert states[-1] is RouteState.DRAINING

@@ -20,12 +20,13 @@ from whimbrel.wire.messages import (
     Tier,
     TierReport,
     UnloadInstance,
+    UnloadRefused,
     WaitStage,
     WorkerState,
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core.ready import Arrived, ToAgent, UnloadRefused
+from services.scheduler.core.ready import Arrived, ToAgent
 from tests.unit.scheduler.builders import a_cluster, became_ready, load_finished, place, served
 from tests.unit.scheduler.toy_peers import GB
 from tests.unit.scheduler.toys import corrupt
@@ -178,7 +179,7 @@ def test_a_refused_unload_frees_only_those_who_waited_for_it() -> None:
     assert cluster.controller is not None
     assert sorted(cluster.controller.cluster.reservations) == ["c", "d"]
     victim = cluster.controller.cluster.reservations["c"].waiting_for.copy().pop()
-    cluster.deliver(UnloadRefused(instance_id=victim))
+    cluster.deliver(Arrived(message=UnloadRefused(instance_id=victim)))
     assert list(cluster.controller.cluster.reservations) == ["d"]
 
 

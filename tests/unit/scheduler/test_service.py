@@ -13,10 +13,9 @@ from whimbrel.chassis.config import ConfigError, from_env
 from whimbrel.chassis.service import serve
 from whimbrel.chassis.testing import InMemoryBus, InMemoryData, InMemoryHub, InMemoryStore
 from whimbrel.wire.codec import encode_record
-from whimbrel.wire.errors import Conflict, InstanceGone, ModelNotFound, PayloadTooLarge, Unavailable, WhimbrelError
+from whimbrel.wire.errors import ModelNotFound, PayloadTooLarge, Unavailable
 from whimbrel.wire.events import InstanceStarted, SchedulerStarted
 from whimbrel.wire.messages import (
-    Ack,
     AgentHeartbeat,
     GetModels,
     GetModelsReply,
@@ -35,6 +34,7 @@ from whimbrel.wire.messages import (
     SchedulerHeartbeat,
     Tier,
     UnloadInstance,
+    UnloadRefused,
     WaitStage,
     WorkerHeartbeat,
     WorkerState,
@@ -57,7 +57,6 @@ class Peer:
     def __init__(self, bus: InMemoryBus) -> None:
         self.bus = bus
         self.heard: asyncio.Queue[Message] = asyncio.Queue()
-        self.refusal: WhimbrelError | None = None
 
     async def listen(self) -> None:
         subjects = self.bus.subjects
@@ -72,10 +71,6 @@ class Peer:
 
     async def on_message(self, received: Received) -> None:
         await self.heard.put(received.message)
-        if isinstance(received.message, UnloadInstance):
-            if self.refusal is not None:
-                raise self.refusal
-            await self.bus.reply(received.reply_to, Ack())
 
     async def hear(self, kind: type[Message], when: Callable[[Message], bool] = lambda message: True) -> Message:
         async with asyncio.timeout(WAIT_S_MAX):
@@ -380,10 +375,10 @@ async def test_an_unload_is_asked_for_and_a_refusal_is_heard(bench: Bench, is_bu
         await bench.peer.load(load)
         await bench.peer.hear(RouteAdded)
         await bench.peer.run("q1", load.instance_id)
-        bench.peer.refusal = Conflict(reason="the instance is busy") if is_busy else None
         await bench.peer.place("q2", "b")
         await bench.peer.hear(UnloadInstance)
         if is_busy:
+            await bench.peer.say(UnloadRefused(instance_id=load.instance_id))
             await bench.peer.hear(RouteAdded)
             assert (await bench.peer.place("q3")).route is not None, "the instance stays"
         else:
@@ -393,9 +388,8 @@ async def test_an_unload_is_asked_for_and_a_refusal_is_heard(bench: Bench, is_bu
             assert isinstance(other, LoadModel)
 
 
-async def test_an_unload_that_fails_otherwise_is_left_to_reconciliation(bench: Bench) -> None:
+async def test_an_unload_without_an_answer_is_left_to_reconciliation(bench: Bench) -> None:
     async with bench.scheduler():
-        bench.peer.refusal = InstanceGone(instance_id="stray")
         await bench.peer.beat(state=WorkerState.READY, instance_id="stray")
         await bench.peer.hear(UnloadInstance)
         await bench.peer.beat()

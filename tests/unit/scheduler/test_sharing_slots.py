@@ -11,10 +11,11 @@ from whimbrel.wire.messages import (
     RouteRemoved,
     RouteState,
     UnloadInstance,
+    UnloadRefused,
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core.ready import Arrived, UnloadRefused
+from services.scheduler.core.ready import Arrived
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, place
 from tests.unit.scheduler.toy_peers import GB
@@ -161,10 +162,10 @@ def test_a_request_that_arrives_while_its_instance_unloads_is_served_if_the_unlo
     assert record.state is InstanceState.UNLOADING
     waiting = cluster.deliver(place("q3", "a"))
     assert not [o for o in waiting.messages if isinstance(o.message, RouteAdded)]
-    ready = cluster.deliver(UnloadRefused(instance_id=record.instance_id))
+    ready = cluster.deliver(Arrived(message=UnloadRefused(instance_id=record.instance_id)))
     assert [o for o in ready.messages if isinstance(o.message, RouteAdded)]
-    assert cluster.deliver(UnloadRefused(instance_id=record.instance_id)).records == (), "late news"
-    assert cluster.deliver(UnloadRefused(instance_id="gone")).records == ()
+    assert cluster.deliver(Arrived(message=UnloadRefused(instance_id=record.instance_id))).records == (), "late news"
+    assert cluster.deliver(Arrived(message=UnloadRefused(instance_id="gone"))).records == ()
 
 
 def test_keep_alive_counts_from_the_end_of_the_last_request_and_ends_at_zero_instances() -> None:

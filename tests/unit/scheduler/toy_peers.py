@@ -41,6 +41,7 @@ from whimbrel.wire.messages import (
     Tier,
     TierReport,
     UnloadInstance,
+    UnloadRefused,
     WaitStage,
     WorkerHeartbeat,
     WorkerState,
@@ -252,7 +253,7 @@ class ToyWorker:
                     self.instance_id, self.model_id = message.instance_id, message.model_id
             case UnloadInstance(instance_id=instance_id, drain=drain) if instance_id == self.instance_id:
                 if self.requests and not drain:
-                    self.cluster.refuse_unload(instance_id)
+                    self.say(UnloadRefused(instance_id=instance_id))
                 elif self.requests:
                     self.state = WorkerState.DRAINING
                 else:

@@ -30,7 +30,6 @@ from services.scheduler.core.ready import (
     ToAgent,
     ToRouter,
     ToWorker,
-    UnloadRefused,
 )
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.toy_peers import GB, ToyAgent, ToyRouter, ToyWorker
@@ -208,9 +207,6 @@ class ToyCluster:
     def to_scheduler(self, message: Message, *, reply_to: str | None = None) -> None:
         if not self.drops(message):
             self.after(DELAY_S, None, lambda: self.deliver(Arrived(message=message, reply_to=reply_to)))
-
-    def refuse_unload(self, instance_id: str) -> None:
-        self.after(DELAY_S, None, lambda: self.deliver(UnloadRefused(instance_id=instance_id)))
 
     def deliver(self, *events: Event) -> Ready:
         if self.controller is None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import structlog
 from whimbrel.chassis.bus import Bus, Received, Subscription
 from whimbrel.chassis.inbox import Inbox
@@ -132,7 +133,7 @@ class Term:
         for outgoing in ready.messages:
             await self._publish(outgoing)
         for event in ready.events:
-            log.info(f"{event.noun}_{event.verb}", **{name: getattr(event, name) for name in event.__struct_fields__})
+            log.info(f"{event.noun}_{event.verb}", **msgspec.structs.asdict(event))
             await self._bus.publish_event(event)
 
     async def _publish(self, outgoing: Outgoing) -> None:

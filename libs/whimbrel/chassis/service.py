@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -29,6 +30,10 @@ CLOSE_S_MAX = 10.0
 END_S_MAX = DRAIN_S_MAX + CLOSE_S_MAX + 5.0
 # How often the event loop is asked whether it comes round in time.
 LAG_PROBE_S = 0.25
+# Python looks for cycles after so many new objects, and looks at all objects after so many such rounds. A busy
+# scheduler makes thousands of objects in a step, none of them in cycles: with Python's own 700 it spends a tenth of its
+# time looking.
+GC_THRESHOLDS = (20_000, 20, 20)
 # A loop that is late by this much delays every heartbeat and token of its process.
 LAG_LOGGED_S = 0.5
 
@@ -97,6 +102,9 @@ def main(service: Service, *, log_level: str, metrics_port: int, metrics_host: s
     A second signal ends the process at once. `metrics_port` 0 means no metrics and no health endpoints.
     """
     configure(log_level, service=service.name)
+    # What was imported stays for as long as the process does.
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(runner.run(_run(service, metrics_port=metrics_port, metrics_host=metrics_host)))
 

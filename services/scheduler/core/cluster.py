@@ -205,7 +205,7 @@ class Cluster:
 
     def is_minimum(self, instance: Instance) -> bool:
         """Whether its model would have fewer instances than it should always have, if it went."""
-        if not self.minimums or instance.record.model_id not in self.minimums:
+        if instance.record.model_id not in self.minimums:
             return False
         model = self.models[instance.record.model_id]
         return model.record.scaling.min_instances >= len(self.standing_instances(model))
@@ -227,7 +227,7 @@ class Cluster:
 
     def has_open_slot(self) -> bool:
         """Whether any server has a slot that is free or could be freed at once."""
-        return any((view.free_slots or view.idle) and not view.is_cordoned for view in self._overview.views(self))
+        return self._overview.has_open(self)
 
     def draw(self, model_id: str) -> int:
         """A number that looks drawn, and is the same for the same history."""

@@ -24,6 +24,7 @@ class Overview:
     def __init__(self) -> None:
         self.nearness = Nearness()
         self._doubted: dict[str, None] = {}
+        self._open: dict[str, None] = {}
         self._views: tuple[ServerView, ...] | None = ()
 
     def doubt(self, server_id: str) -> None:
@@ -37,6 +38,17 @@ class Overview:
             self._look(cluster, server_id)
             self._views = None
         return self.nearness.views.get(server_id)
+
+    def has_open(self, cluster: Cluster) -> bool:
+        """Whether any server has a slot that is free or could be freed at once. It looks at no more servers than that
+        takes: seldom at any, while some are open and most are as they were."""
+        if not self._open.keys() <= self._doubted.keys():
+            return True
+        return any(self._is_open_now(cluster, server_id) for server_id in list(self._doubted))
+
+    def _is_open_now(self, cluster: Cluster, server_id: str) -> bool:
+        self.view(cluster, server_id)
+        return server_id in self._open
 
     def views(self, cluster: Cluster) -> tuple[ServerView, ...]:
         """All live servers as they are now."""
@@ -56,10 +68,15 @@ class Overview:
         if not server.is_alive:
             near.views.pop(server_id, None)
             near.price(server_id, None)
+            self._open.pop(server_id, None)
             self._rehold(before, None, server_id)
             return
         view = near.views[server_id] = sights.look(cluster, server)
         near.price(server_id, view.speeds[Tier.REMOTE])
+        if (view.free_slots or view.idle) and not view.is_cordoned:
+            self._open[server_id] = None
+        else:
+            self._open.pop(server_id, None)
         self._rehold(before, view, server_id)
 
     def _rehold(self, before: ServerView | None, after: ServerView | None, server_id: str) -> None:

@@ -55,7 +55,7 @@ def look(cluster: Cluster, server: Server) -> ServerView:
             continue
         if not is_idle(instance, slot):
             running.append(_occupant(cluster, server, instance, reload_speed))
-        elif instance.kept_until_s is None and not cluster.is_minimum(instance):
+        elif instance.kept_until_s is None and not (cluster.minimums and cluster.is_minimum(instance)):
             # One that is idle, but kept, is neither idle nor running to placement.
             idle.append(_occupant(cluster, server, instance, reload_speed))
     if len(idle) > 1:

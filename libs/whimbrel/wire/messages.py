@@ -628,13 +628,17 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     FAILED = "failed"
+    #: It goes on elsewhere: the entry says where.
+    MOVED = "moved"
 
 
 class StartInference(Message, frozen=True, kw_only=True):
     """Router → worker (request/reply): go on from these tokens. `epoch` counts the times this request was started.
 
-    `tokens` are packed uint32 little-endian; the first `prompt_tokens` of them are the prompt, the rest was already
-    generated elsewhere. Positions of frames count output tokens from 0.
+    `tokens` are packed uint32 little-endian; the first `prompt_tokens` of the request's tokens are its prompt, the rest
+    was already generated elsewhere. Positions of frames count output tokens from 0. With `base_tokens`, the instance
+    has computed so many of the first ones already, from ResumeInference: `tokens` are those after them. One that does
+    not have them answers InferenceLost, and is told all.
     """
 
     request_id: str
@@ -648,6 +652,7 @@ class StartInference(Message, frozen=True, kw_only=True):
     output_tokens_max: NonNegative
     stop_tokens: tuple[int, ...]
     sampling: Sampling
+    base_tokens: NonNegative = 0
 
 
 class AbortInference(Message, frozen=True, kw_only=True):
@@ -663,9 +668,17 @@ class ResendTokens(Message, frozen=True, kw_only=True):
     position: NonNegative
 
 
+class Moved(Value, frozen=True, kw_only=True):
+    """Where a request goes on, and how many of its first tokens (prompt and output) are computed there already."""
+
+    route: Route
+    base_tokens: NonNegative
+
+
 class TokenEntry(Value, frozen=True, kw_only=True):
     """New tokens of one request; `position` is that of the first of them in the output. An entry with a finish reason
-    is the last. `prefill_s` and `queue_s` (in the worker) come with position 0."""
+    is the last. `prefill_s` and `queue_s` (in the worker) come with the first token of each start of the request.
+    `moved` comes with the finish reason MOVED, and only then."""
 
     request_id: str
     epoch: NonNegative
@@ -675,6 +688,7 @@ class TokenEntry(Value, frozen=True, kw_only=True):
     queue_s: Seconds | None = None
     prefill_s: Seconds | None = None
     error: ErrorReply | None = None
+    moved: Moved | None = None
 
 
 class TokenFrame(Message, frozen=True, kw_only=True):
@@ -707,6 +721,177 @@ class InferenceFinished(Message, frozen=True, kw_only=True):
     duration_s: Seconds
     token_s: Seconds
     prefill_s: Seconds | None = None
+
+
+# --- migration: scheduler ↔ source, source ↔ destination ---
+
+
+class MigrateInstance(Message, frozen=True, kw_only=True):
+    """Scheduler → source worker: take no new request, and send the tokens of those that run to `destination`, which is
+    loaded (G4, G5). That is the first round; the answer is RoundCompleted, or MigrationEnded. Repeating it while the
+    migration goes on has the worker say again what it said last."""
+
+    migration_id: str
+    instance_id: str
+    destination: Route
+    scheduler_epoch: NonNegative
+
+
+class StartRound(Message, frozen=True, kw_only=True):
+    """Scheduler → source worker: send what was generated since the last round (G7). `round` counts from 1, which is
+    that of MigrateInstance."""
+
+    migration_id: str
+    instance_id: str
+    round: Positive
+    scheduler_epoch: NonNegative
+
+
+class HandOver(Message, frozen=True, kw_only=True):
+    """Scheduler → source worker: finish the step that runs, stop, and tell routers where their requests go on (G8).
+    The answer is SourceStopped."""
+
+    migration_id: str
+    instance_id: str
+    scheduler_epoch: NonNegative
+
+
+class AbandonMigration(Message, frozen=True, kw_only=True):
+    """Scheduler → source worker: carry on as if nothing had been; → destination worker: forget what was resumed.
+    Who does not know the migration does nothing."""
+
+    migration_id: str
+    scheduler_epoch: NonNegative
+
+
+class ResumeInference(Message, frozen=True, kw_only=True):
+    """Source worker → destination worker: compute these tokens (packed uint32) into the KV cache kept for the request
+    (G6). `position` counts all of its tokens, the prompt's too: what is known already is not computed twice. The answer
+    is InferenceResumed, to the worker that asked."""
+
+    migration_id: str
+    instance_id: str
+    source_server_id: str
+    source_slot: NonNegative
+    request_id: str
+    position: NonNegative
+    tokens: bytes
+
+
+class InferenceResumed(Message, frozen=True, kw_only=True):
+    """Destination worker → source worker: so many of the request's tokens are computed here, in `prefill_s` for the
+    last of them. With an error, resuming is not possible. An answer that has fewer tokens than were sent asks for all
+    from there on."""
+
+    migration_id: str
+    request_id: str
+    tokens: NonNegative
+    prefill_s: Seconds = 0.0
+    error: ErrorReply | None = None
+
+
+class RoundCompleted(Message, frozen=True, kw_only=True):
+    """Source worker → scheduler: the destination has computed what this round sent. `gap_tokens` is the most that any
+    of the requests has generated since; `sent_tokens` were sent in all rounds so far, `round_tokens` in this one, which
+    took `round_s`."""
+
+    migration_id: str
+    instance_id: str
+    round: Positive
+    requests: Positive
+    gap_tokens: NonNegative
+    round_tokens: NonNegative
+    sent_tokens: NonNegative
+    round_s: Seconds
+
+
+class StoppedRequest(Value, frozen=True, kw_only=True):
+    """A request that goes on elsewhere, and the position of its next output token."""
+
+    request_id: str
+    router_id: str
+    position: NonNegative
+
+
+class SourceStopped(Message, frozen=True, kw_only=True):
+    """Source worker → scheduler: nothing runs there any more; these go on at the destination."""
+
+    migration_id: str
+    instance_id: str
+    requests: tuple[StoppedRequest, ...]
+    sent_tokens: NonNegative
+
+
+class MigrationEnd(StrEnum):
+    """Why a source says that its migration is over before the handover."""
+
+    #: All of its requests ended (X1).
+    FINISHED = "finished"
+    #: The destination can't resume (X5); the source carries on.
+    RESUME_FAILED = "resume_failed"
+    #: The source has no such instance, or one that can't be migrated.
+    REFUSED = "refused"
+
+
+class MigrationEnded(Message, frozen=True, kw_only=True):
+    """Source worker → scheduler: there is nothing (more) to move, and it serves on."""
+
+    migration_id: str
+    instance_id: str
+    reason: MigrationEnd
+    error: ErrorReply | None = None
+
+
+class MigrateModel(Message, frozen=True, kw_only=True):
+    """Router → scheduler: an operator wants an instance elsewhere; `what` names a model, an instance or a request.
+    Without a slot, the scheduler chooses one on that server."""
+
+    what: str
+    server_id: str
+    slot: NonNegative | None = None
+
+
+class MigrationState(StrEnum):
+    PREPARING = "preparing"
+    RESUMING = "resuming"
+    HANDOVER = "handover"
+    FINISHED = "finished"
+    ABANDONED = "abandoned"
+    REQUEUED = "requeued"
+
+
+class MigrationStatus(Value, frozen=True, kw_only=True):
+    """A migration as people see it. `reason` says who wanted it: placement (`for_model_id` needs the slot), operator,
+    drain. `estimate_s` is t_migrate, with the load where one was needed."""
+
+    migration_id: str
+    model_id: str
+    state: MigrationState
+    source_instance_id: str
+    source_server_id: str
+    source_slot: NonNegative
+    destination_server_id: str
+    destination_slots: tuple[int, ...]
+    reason: str
+    for_model_id: str = ""
+    rounds: NonNegative = 0
+    gap_tokens: NonNegative = 0
+    sent_tokens: NonNegative = 0
+    estimate_s: Seconds = 0.0
+    age_s: Seconds = 0.0
+    end: str = ""
+
+
+class MigrateModelReply(Message, frozen=True, kw_only=True):
+    migration: MigrationStatus
+
+
+class GetMigrations(Message, frozen=True, kw_only=True):
+    """Router → scheduler: the migrations that run, and the last ones that ended."""
+
+
+class GetMigrationsReply(Message, frozen=True, kw_only=True):
+    migrations: tuple[MigrationStatus, ...]
 
 
 # --- operators: what was decided and why, and which servers take part ---
@@ -873,7 +1058,8 @@ class WorkerState(StrEnum):
 
 
 class WorkerHeartbeat(Message, frozen=True, kw_only=True):
-    """GPU worker → all. `active_requests` counts running and queued ones; memory is that of the slot's device."""
+    """GPU worker → all. `active_requests` counts running and queued ones, not those that were handed over; memory is
+    that of the slot's device."""
 
     server_id: str
     slot: NonNegative
@@ -885,6 +1071,8 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True):
     instance_id: str | None
     model_id: str | None
     active_requests: NonNegative
+    #: The migration that it is the source of.
+    migration_id: str | None = None
 
 
 class InstanceActivity(Value, frozen=True, kw_only=True):

@@ -99,7 +99,9 @@ async def test_a_repeated_command_is_one_job_and_is_answered_with_its_end(home: 
 
 
 async def test_jobs_run_one_after_another_and_are_listed_while_they_do(home: Path) -> None:
-    sources = [make_checkpoint(home / f"source-{n}", seed=n, padding_bytes=40 * CHUNK_BYTES) for n in range(2)]
+    # The first one is long: the heartbeat that lists both comes while it runs.
+    chunks = (1500, 40)
+    sources = [make_checkpoint(home / f"source-{n}", seed=n, padding_bytes=chunks[n] * CHUNK_BYTES) for n in range(2)]
     async with an_agent(a_config(home)) as agent:
         commands = [await agent.start_import(f"m{n}", source) for n, source in enumerate(sources)]
         job_ids = tuple(command.job_id for command in commands)

@@ -40,6 +40,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy libs/whimbrel/wire libs/whimbrel/chassis services/*/core
 	$(BIN)/python tools/settings_docs.py --check
+	$(BIN)/python tools/state_docs.py --check
 	$(BIN)/python tools/bench_report.py --check
 	$(BIN)/codespell
 	find libs/ckptio -name '*.[ch]pp' -not -path '*/build/*' -not -name _native.cpp -print0 | xargs -0 -r $(BIN)/clang-format --dry-run --Werror

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whimbrel.chassis import telemetry
-from whimbrel.wire.events import LoadSucceeded, LoadWasLost
+from whimbrel.wire.events import LoadSucceeded, LoadWasLost, MigrationAbandoned, MigrationFinished, MigrationRequeued
 from whimbrel.wire.records import AccuracyRecord, BandwidthRecord, InstanceState
 
 from services.scheduler.core.accuracy import quality
@@ -57,6 +57,23 @@ BANDWIDTH_SPREAD = telemetry.gauge(
     "How much the last loads scatter about it, as a share of it.",
     labels=("server", "tier"),
 )
+MIGRATIONS = telemetry.counter(
+    "whimbrel_scheduler_migrations_total", "Migrations that ended, by outcome.", labels=("outcome",)
+)
+MIGRATION_S = telemetry.histogram(
+    "whimbrel_scheduler_migration_seconds", "From the decision to the last request that went on at the destination."
+)
+MIGRATION_ROUNDS = telemetry.histogram(
+    "whimbrel_scheduler_migration_rounds_count", "Rounds before the handover.", buckets=(1, 2, 3, 4, 5, 6, 8)
+)
+MIGRATION_TOKENS = telemetry.counter(
+    "whimbrel_scheduler_migration_sent_tokens_total", "Tokens that sources sent to destinations."
+)
+MIGRATION_ERROR_RATIO = telemetry.histogram(
+    "whimbrel_scheduler_migration_estimate_error_ratio",
+    "The larger of estimate and actual of a migration over the smaller.",
+    buckets=RATIO_BUCKETS,
+)
 WAITING = telemetry.gauge("whimbrel_scheduler_waiting_requests", "Requests that wait for an instance.")
 INSTANCES = telemetry.gauge("whimbrel_scheduler_instances_count", "Instances by state.", labels=("state",))
 SERVERS = telemetry.gauge("whimbrel_scheduler_live_servers_count", "Servers whose storage agent is heard.")
@@ -91,6 +108,10 @@ def observe(ready: Ready, *, step_s: float, events: int) -> None:
             _observe_load(event)
         elif isinstance(event, LoadWasLost):
             LOADS.labels("", event.code).inc()
+        elif isinstance(event, MigrationFinished):
+            _observe_migration(event)
+        elif isinstance(event, MigrationAbandoned | MigrationRequeued):
+            MIGRATIONS.labels(event.verb).inc()
 
 
 def observe_cluster(cluster: Cluster) -> None:
@@ -134,3 +155,13 @@ def _observe_load(event: LoadSucceeded) -> None:
     smaller, larger = sorted((event.observed_s, event.estimate_s))
     if smaller > 0.0:
         ESTIMATE_ERROR_RATIO.labels(event.source_tier).observe(larger / smaller)
+
+
+def _observe_migration(event: MigrationFinished) -> None:
+    MIGRATIONS.labels(event.verb).inc()
+    MIGRATION_S.observe(event.observed_s)
+    MIGRATION_ROUNDS.observe(event.rounds)
+    MIGRATION_TOKENS.inc(event.sent_tokens)
+    smaller, larger = sorted((event.observed_s, event.estimate_s))
+    if smaller > 0.0:
+        MIGRATION_ERROR_RATIO.observe(larger / smaller)

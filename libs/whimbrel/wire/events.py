@@ -148,6 +148,69 @@ class InstanceWasLost(_InstanceEvent, frozen=True, kw_only=True):
     reason: str
 
 
+class _MigrationEvent(PublicEvent, frozen=True, kw_only=True):
+    noun = "migration"
+    migration_id: str
+    model_id: str
+    source_instance_id: str
+    destination_server_id: str
+
+    def subject_id(self) -> str:
+        return self.migration_id
+
+
+class MigrationStarted(_MigrationEvent, frozen=True, kw_only=True):
+    """The destination is being loaded. `reason`: placement, operator or drain; `estimate_s` is for load and resume."""
+
+    verb = "started"
+    reason: str
+    for_model_id: str
+    estimate_s: float
+
+
+class MigrationResuming(_MigrationEvent, frozen=True, kw_only=True):
+    """The destination is ready, and tokens are on their way there."""
+
+    verb = "resuming"
+    destination_instance_id: str
+
+
+class MigrationHandedOver(_MigrationEvent, frozen=True, kw_only=True):
+    """The source has stopped; routers switch."""
+
+    verb = "handed_over"
+    destination_instance_id: str
+    requests: int
+    rounds: int
+    gap_tokens: int
+    sent_tokens: int
+
+
+class MigrationFinished(_MigrationEvent, frozen=True, kw_only=True):
+    """Every request goes on at the destination."""
+
+    verb = "finished"
+    destination_instance_id: str
+    rounds: int
+    sent_tokens: int
+    estimate_s: float
+    observed_s: float
+
+
+class MigrationAbandoned(_MigrationEvent, frozen=True, kw_only=True):
+    """Nothing moved; the source serves on, if it is there."""
+
+    verb = "abandoned"
+    cause: str
+
+
+class MigrationRequeued(_MigrationEvent, frozen=True, kw_only=True):
+    """The destination was lost after the source had stopped: routers start the requests again from their tokens."""
+
+    verb = "requeued"
+    cause: str
+
+
 class _ServerEvent(PublicEvent, frozen=True, kw_only=True):
     noun = "server"
     server_id: str
@@ -216,6 +279,24 @@ class RequestFailed(PublicEvent, frozen=True, kw_only=True):
     message: str
     output_tokens: int
     duration_s: float
+
+    def subject_id(self) -> str:
+        return self.request_id
+
+
+class RequestSwitched(PublicEvent, frozen=True, kw_only=True):
+    """A request went on elsewhere after `output_tokens`, on `server_id`; its client saw a pause of `pause_s` more than
+    between other tokens. `reason` says whether it was a migration or a failover, and why."""
+
+    noun = "request"
+    verb = "switched"
+    request_id: str
+    model_id: str
+    router_id: str
+    server_id: str
+    reason: str
+    output_tokens: int
+    pause_s: float
 
     def subject_id(self) -> str:
         return self.request_id

@@ -13,6 +13,7 @@ import msgspec
 from whimbrel.wire.messages import (
     JobStage,
     JobStatus,
+    MigrationState,
     ModelState,
     NonNegative,
     Route,
@@ -170,6 +171,34 @@ class ResumeRecord(Record, frozen=True, kw_only=True):
         return f"{self.model_id}@{self.device}"
 
 
+class MigrationRecord(Record, frozen=True, kw_only=True):
+    """A migration on its way: an instance whose requests move to a destination. It is forgotten when it ends.
+
+    `destination_instance_id` is empty until its load is commanded. `moving` are the requests, with their routers, that
+    have not switched yet. `reason` says who wanted it; with placement, `for_model_id` needs the slots of the source.
+    """
+
+    table = "migrations"
+
+    migration_id: str
+    model_id: str
+    state: MigrationState
+    source_instance_id: str
+    destination_instance_id: str
+    destination_server_id: str
+    destination_slots: tuple[int, ...]
+    reason: str
+    for_model_id: str = ""
+    estimate_s: Seconds = 0.0
+    rounds: NonNegative = 0
+    gap_tokens: NonNegative = 0
+    sent_tokens: NonNegative = 0
+    moving: tuple[tuple[str, str], ...] = ()
+
+    def key(self) -> str:
+        return self.migration_id
+
+
 class AccuracyRecord(Record, frozen=True, kw_only=True):
     """Estimate and actual of the last loads from one tier of a server, oldest first, seconds (E7). For moves, the tier
     is GPU."""
@@ -201,6 +230,7 @@ __all__ = [
     "InstanceRecord",
     "InstanceState",
     "JobRecord",
+    "MigrationRecord",
     "ModelRecord",
     "Record",
     "ResumeRecord",

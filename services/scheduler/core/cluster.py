@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from zlib import crc32
 
+from whimbrel.wire.messages import MigrationStatus
 from whimbrel.wire.records import AccuracyRecord, InstanceState, Record, ResumeRecord
 
-from services.scheduler.core import scaling, sights
+from services.scheduler.core import resumes, scaling, sights
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.kept import KeptDecision
+from services.scheduler.core.migration import Migration
 from services.scheduler.core.models import Job, Model, Reservation
 from services.scheduler.core.overview import Overview
 from services.scheduler.core.search import Search
 from services.scheduler.core.servers import Router, Server, Slot
-from services.scheduler.core.settings import DECISIONS_KEPT_MAX
+from services.scheduler.core.settings import DECISIONS_KEPT_MAX, MIGRATIONS_KEPT_MAX
 from services.scheduler.core.views import ServerView, Shape, Snapshot, Task
 
 # Instances that stand for their model: they count as those that it has. One that unloads is soon gone or stays after
@@ -41,6 +44,9 @@ class Cluster:
         self.resumes: dict[str, ResumeRecord] = {}
         self.saved_resumes: dict[str, ResumeRecord] = {}
         self.accuracies: dict[str, AccuracyRecord] = {}
+        #: Those on their way, and what is told of the last ones that ended, the newest last.
+        self.migrations: dict[str, Migration] = {}
+        self.ended_migrations: deque[MigrationStatus] = deque(maxlen=MIGRATIONS_KEPT_MAX)
         #: Models with waiters, and how many waiters there are in all.
         self.waiting: dict[str, None] = {}
         self.waiting_requests = 0
@@ -127,12 +133,12 @@ class Cluster:
         return [self.instances[instance_id] for instance_id in model.instances]
 
     def standing_instances(self, model: Model) -> list[Instance]:
-        """Those that load, serve or are asked to unload."""
-        return [instance for instance in self.instances_of(model) if instance.state in STANDING]
+        """Those that load, serve or are asked to unload. A destination stands for nothing yet: its source does."""
+        return [i for i in self.instances_of(model) if i.record.state in STANDING and i.arriving is None]
 
     def ready_instance(self, model: Model) -> Instance | None:
         """The one that serves and has the least to do; the oldest of equals."""
-        ready = [instance for instance in self.instances_of(model) if instance.state is InstanceState.READY]
+        ready = [instance for instance in self.instances_of(model) if instance.is_open]
         return min(ready, key=lambda instance: instance.demand, default=None)
 
     def demand(self, model: Model) -> int:
@@ -143,7 +149,7 @@ class Cluster:
         """How many more instances it should have; negative when it has more than its demand asks for."""
         if not model.is_servable:
             return 0
-        standing = [self.instances[k] for k in model.instances if self.instances[k].record.state in STANDING]
+        standing = self.standing_instances(model)
         demand = len(model.waiters) + sum([instance.demand for instance in standing])
         wanted = scaling.desired(demand, model.record.scaling)
         if wanted > len(standing) and any(i.record.state is InstanceState.READY and not i.demand for i in standing):
@@ -210,6 +216,16 @@ class Cluster:
         model = self.models[instance.record.model_id]
         return model.record.scaling.min_instances >= len(self.standing_instances(model))
 
+    def resume_record(self, instance: Instance) -> ResumeRecord:
+        """What is known of computing requests of its model again on such a device as it is on, be it only a prior."""
+        model_id, heartbeat = instance.record.model_id, self.slot_of(instance).heartbeat
+        device = resumes.kind_of(resumes.PRIOR_KIND if heartbeat is None else heartbeat.device)
+        known = self.resumes.get(f"{model_id}@{device}")
+        if known is None:
+            parameter_count = self.models[model_id].record.parameter_count
+            known = resumes.prior(model_id, device, parameter_count=parameter_count)
+        return known
+
     def snapshot(self, now: float) -> Snapshot:
         """The live servers; views of servers that nothing happened to are used again."""
         views = self._overview.views(self)
@@ -252,6 +268,7 @@ class Cluster:
         records: list[Record] = [model.record for model in self.models.values()]
         records += [job.record for job in self.jobs.values()]
         records += [instance.record for instance in self.instances.values()]
+        records += [migration.record for migration in self.migrations.values()]
         records += self.saved_resumes.values()
         records += self.accuracies.values()
         for server in self.servers.values():

@@ -56,7 +56,7 @@ def unload_instance(step: Step, server_id: str, slot: int, instance_id: str, *, 
 def route_added(instance: Instance) -> RouteAdded:
     """The route of an instance that is ready or draining."""
     record = instance.record
-    is_draining = record.state is not InstanceState.READY
+    is_draining = record.state is not InstanceState.READY or instance.is_closed
     route = Route(
         instance_id=record.instance_id,
         model_id=record.model_id,

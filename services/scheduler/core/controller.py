@@ -17,6 +17,7 @@ from whimbrel.wire.messages import (
     ExplainModel,
     GetCluster,
     GetJob,
+    GetMigrations,
     GetModels,
     GetRoutes,
     ImportEnded,
@@ -30,13 +31,17 @@ from whimbrel.wire.messages import (
     LoadFinished,
     LoadProgressed,
     Message,
+    MigrateModel,
+    MigrationEnded,
     ModelRemoved,
     PlaceModel,
     PrefetchEnded,
     RepositoryModelFound,
     RepositoryReported,
+    RoundCompleted,
     RouterHeartbeat,
     ScaleModel,
+    SourceStopped,
     UncordonServer,
     UnloadRefused,
     WorkerExited,
@@ -50,6 +55,8 @@ from services.scheduler.core import (
     heartbeats,
     imports,
     loading,
+    migrations,
+    moving,
     operations,
     queries,
     restore,
@@ -92,6 +99,9 @@ HANDLERS: dict[type[Message], Handler] = dict(
         _handler(InstanceBecameReady, loading.on_instance_became_ready),
         _handler(InstanceEnded, loading.on_instance_ended),
         _handler(UnloadRefused, loading.on_unload_refused),
+        _handler(RoundCompleted, migrations.on_round_completed),
+        _handler(SourceStopped, migrations.on_source_stopped),
+        _handler(MigrationEnded, migrations.on_migration_ended),
         _handler(InferenceStarted, routers.on_inference_started),
         _handler(InferenceFinished, routers.on_inference_finished),
         _handler(AgentHeartbeat, heartbeats.on_agent_heartbeat),
@@ -102,6 +112,8 @@ HANDLERS: dict[type[Message], Handler] = dict(
         _handler(RepositoryModelFound, restore.on_repository_model_found),
         _handler(RepositoryReported, restore.on_repository_reported),
         _handler(ScaleModel, operations.on_scale_model),
+        _handler(MigrateModel, moving.on_migrate_model),
+        _handler(GetMigrations, moving.on_get_migrations),
         _handler(CordonServer, operations.on_cordon_server),
         _handler(UncordonServer, operations.on_uncordon_server),
         _handler(ExplainModel, explain.on_explain_model),
@@ -168,6 +180,7 @@ class Controller:
                 case _:
                     assert isinstance(event, Tick)
                     timeouts.on_tick(step)
+        migrations.settle(step)
         deletion.advance(step)
         waiting.settle(step)
         restore.advance(step)

@@ -164,6 +164,6 @@ def _as_held(step: Step, instance: Instance) -> scaling.Held:
         demand=instance.demand,
         is_idle=step.cluster.is_idle(instance),
         is_promised=bool(instance.promised),
-        is_reserved=any(server.slots[slot].reserved_for is not None for slot in record.slots),
+        is_reserved=instance.is_migrating or any(server.slots[slot].reserved_for is not None for slot in record.slots),
         is_minimum=step.cluster.is_minimum(instance),
     )

@@ -78,32 +78,50 @@ class Running(msgspec.Struct):
     """The requests of one router on one instance: those it named, and how many more it counted.
 
     News and counts cross: a count may include a request whose start is told a moment later, so a name takes the place
-    of an unnamed one.
+    of an unnamed one. `prompt_tokens` and `running_s` are the sums over all of them, as of `said_s` (M2, M3).
     """
 
     names: set[str] = msgspec.field(default_factory=set)
     unnamed: int = 0
+    prompt_tokens: int = 0
+    running_s: float = 0.0
+    said_s: float = 0.0
 
     @property
     def count(self) -> int:
         return len(self.names) + self.unnamed
 
-    def start(self, request_id: str) -> None:
+    def start(self, request_id: str, prompt_tokens: int, now: float) -> None:
         if request_id not in self.names:
+            if not self.unnamed:
+                self._age(now)
+                self.prompt_tokens += prompt_tokens
             self.names.add(request_id)
             self.unnamed = max(0, self.unnamed - 1)
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: str, now: float) -> None:
+        count = self.count
+        if count:
+            # Which part of the sums was its own is not known; the next heartbeat corrects that.
+            self._age(now)
+            self.prompt_tokens -= self.prompt_tokens // count
+            self.running_s -= self.running_s / count
         if request_id in self.names:
             self.names.remove(request_id)
         else:
             self.unnamed = max(0, self.unnamed - 1)
 
-    def correct(self, count: int) -> None:
+    def correct(self, count: int, prompt_tokens: int = 0, running_s: float = 0.0, *, now: float = 0.0) -> None:
         """The router's own count is the truth. With fewer than we have names, it isn't known which of them ended."""
         if count < len(self.names):
             self.names.clear()
         self.unnamed = count - len(self.names)
+        self.prompt_tokens, self.running_s, self.said_s = prompt_tokens, running_s, now
+
+    def _age(self, now: float) -> None:
+        """The sums as they are now."""
+        self.running_s += self.count * max(0.0, now - self.said_s)
+        self.said_s = now
 
 
 class Instance(msgspec.Struct, kw_only=True, eq=False):
@@ -137,6 +155,13 @@ class Instance(msgspec.Struct, kw_only=True, eq=False):
     #: It came back soon after it had to go for another model, so it is kept until then, whoever waits (no thrash).
     kept_until_s: float | None = None
     unload_sent_s: float = -inf
+    #: The migrations that it is the source and the destination of. A source that is closed takes no new request; a
+    #: destination takes none before everything has moved to it.
+    leaving: str | None = None
+    arriving: str | None = None
+    is_closed: bool = False
+    #: Moving it was tried and given up, so it stays until then.
+    stays_until_s: float | None = None
     #: What placement saw of it, with what that was made from.
     occupant: Seen | None = None
     active: dict[str, Running] = msgspec.field(default_factory=dict)
@@ -159,6 +184,15 @@ class Instance(msgspec.Struct, kw_only=True, eq=False):
     def demand(self) -> int:
         """Requests that run on it or are on their way to it."""
         return (self.requests if self.active else 0) + len(self.promised)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests can be given to it."""
+        return self.record.state is InstanceState.READY and not self.is_closed and self.arriving is None
+
+    @property
+    def is_migrating(self) -> bool:
+        return self.leaving is not None or self.arriving is not None
 
     def accepts(self, event: InstanceEvent) -> bool:
         """Whether the event is news in this state."""

@@ -28,7 +28,7 @@ from services.scheduler.core.step import Step
 UNLOADED = "unloaded"
 
 
-def start_load(step: Step, model: Model, placement: Placement) -> None:
+def start_load(step: Step, model: Model, placement: Placement) -> Instance:
     """→ LOADING. Agent and worker are told at the same moment, so that the skeleton is built while bytes move (L6)."""
     estimate = placement.estimate
     slot, *more_slots = _in_partition_order(model, placement.slots)
@@ -69,6 +69,7 @@ def start_load(step: Step, model: Model, placement: Placement) -> None:
             estimate_s=record.estimate_s,
         )
     )
+    return instance
 
 
 def become_ready(step: Step, instance: Instance) -> None:
@@ -83,7 +84,9 @@ def become_ready(step: Step, instance: Instance) -> None:
     step.save(instance.record)
     cluster.touch(instance.record.server_id)
     _tell_ready(step, instance)
-    serve_waiters(step, instance)
+    if instance.arriving is None:
+        # The destination of a migration takes nobody else before everything has moved.
+        serve_waiters(step, instance)
 
 
 def serve_waiters(step: Step, instance: Instance) -> None:

@@ -134,6 +134,8 @@ def fail_load(step: Step, instance: Instance, error: ErrorReply) -> None:
         return
     lifecycle.end_load(step, instance, InstanceEvent.LOAD_FAILED)
     _tell_failed(step, instance, error)
+    if instance.arriving is not None:
+        return  # nobody waits for it but its migration, which is abandoned
     model = step.cluster.models[instance.record.model_id]
     model.load_failures += 1
     is_final = error.code == LoadFailed.code or model.load_failures >= LOAD_TRIES_MAX
@@ -145,6 +147,8 @@ def lose_load(step: Step, instance: Instance, what: str) -> None:
     lifecycle.end_load(step, instance, InstanceEvent.LOST)
     error = error_reply(Unavailable(what=what))
     _tell_failed(step, instance, error)
+    if instance.arriving is not None:
+        return
     model = step.cluster.models[instance.record.model_id]
     model.losses += 1
     _go_on(step, model, instance, error, is_final=model.losses >= LOST_TRIES_MAX)

@@ -124,3 +124,5 @@ class Reservation(msgspec.Struct, kw_only=True, eq=False):
     since_s: float = 0.0
     #: What was decided, when nothing but idle instances stands between it and the load.
     placement: Placement | None = None
+    #: The migration whose destination is to be loaded there.
+    migration_id: str | None = None

@@ -16,7 +16,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState, ServerRecord
 
-from services.scheduler.core import counts, lifecycle, scaling
+from services.scheduler.core import counts, lifecycle, moving, scaling
 from services.scheduler.core.instances import Instance, InstanceEvent
 from services.scheduler.core.models import Model
 from services.scheduler.core.servers import Server
@@ -115,7 +115,8 @@ def on_tick(step: Step) -> None:
 
 
 def _advance_drain(step: Step, server: Server) -> None:
-    """What can go goes: loads are placed elsewhere, idle instances unloaded, running ones end their requests."""
+    """What can go goes: loads are placed elsewhere, idle instances unloaded, running ones move, or end their requests
+    where there is no place for them."""
     if not server.is_draining:
         return
     for instance_id in list(server.instances):
@@ -131,9 +132,14 @@ def _send_away(step: Step, instance: Instance) -> None:
     if instance.state is InstanceState.LOADING:
         lifecycle.end_load(step, instance, InstanceEvent.LOAD_FAILED)
         step.wanted[model.model_id] = None
-    elif instance.state is InstanceState.READY and step.cluster.is_idle(instance):
+    if instance.state is not InstanceState.READY or instance.is_migrating:
+        return
+    if step.cluster.is_idle(instance):
         lifecycle.evict(step, instance)
-    elif instance.state is InstanceState.READY and not instance.promised:
+        return
+    # One that could not be moved a moment ago ends its requests here.
+    is_moving = instance.stays_until_s is None and moving.move_away(step, instance)
+    if not is_moving and not instance.promised:
         # Whoever was given its route arrives first: a draining instance takes no new request.
         lifecycle.drain(step, instance)
 

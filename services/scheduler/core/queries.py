@@ -45,7 +45,7 @@ def on_get_routes(step: Step, message: GetRoutes, reply_to: str | None) -> None:
     routes = tuple(
         commands.route_added(instance)
         for instance in step.cluster.instances.values()
-        if instance.state in (InstanceState.READY, InstanceState.DRAINING)
+        if instance.state in (InstanceState.READY, InstanceState.DRAINING) and instance.arriving is None
     )
     step.answer(reply_to, GetRoutesReply(routes=routes))
 

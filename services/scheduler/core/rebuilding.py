@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from whimbrel.wire.messages import ModelState
+from whimbrel.wire.messages import MigrationState, ModelState
 from whimbrel.wire.records import (
     AccuracyRecord,
     BandwidthRecord,
     InstanceRecord,
     InstanceState,
     JobRecord,
+    MigrationRecord,
     ModelRecord,
     Record,
     ResumeRecord,
@@ -19,6 +20,7 @@ from whimbrel.wire.records import (
 
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.instances import Instance
+from services.scheduler.core.migration import Migration, MigrationEvent
 from services.scheduler.core.models import Job, Model
 
 
@@ -27,6 +29,7 @@ def rebuild(records: Iterable[Record], *, now: float, lost_after_s: float) -> Cl
     be heard; instances that load are commanded again once their agent is heard."""
     cluster = Cluster(settled_s=now + lost_after_s)
     instances: list[InstanceRecord] = []
+    migrations: list[MigrationRecord] = []
     for record in records:
         match record:
             case ModelRecord():
@@ -43,6 +46,8 @@ def rebuild(records: Iterable[Record], *, now: float, lost_after_s: float) -> Cl
                 cluster.server(record.server_id, now=now).record = record
             case ResumeRecord():
                 cluster.resumes[record.key()] = cluster.saved_resumes[record.key()] = record
+            case MigrationRecord():
+                migrations.append(record)
             case AccuracyRecord():
                 cluster.accuracies[record.key()] = record
             case _:
@@ -50,11 +55,26 @@ def rebuild(records: Iterable[Record], *, now: float, lost_after_s: float) -> Cl
                 cluster.server(record.server_id, now=now).bandwidths[record.tier] = record
     for record in sorted(instances, key=InstanceRecord.key):
         _add_known_instance(cluster, record, now)
+    for moved in sorted(migrations, key=MigrationRecord.key):
+        _add_known_migration(cluster, moved, now)
     for job in cluster.jobs.values():
         if job.record.is_open and job.record.server_id:
             cluster.server(job.record.server_id, now=now).is_alive = True
             cluster.touch(job.record.server_id)
     return cluster
+
+
+def _add_known_migration(cluster: Cluster, record: MigrationRecord, now: float) -> None:
+    """It goes on where it was: the source is asked what it said last."""
+    migration = Migration(record=record, started_s=now, progress_s=now)
+    migration.enter(MigrationEvent.LEADER_CHANGED)
+    cluster.migrations[record.migration_id] = migration
+    source = cluster.instances.get(record.source_instance_id)
+    if source is not None:
+        source.leaving, source.is_closed = record.migration_id, record.state is not MigrationState.PREPARING
+    destination = cluster.instances.get(record.destination_instance_id)
+    if destination is not None:
+        destination.arriving = record.migration_id
 
 
 def _add_known_instance(cluster: Cluster, record: InstanceRecord, now: float) -> None:

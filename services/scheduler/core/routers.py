@@ -5,9 +5,9 @@ A router tells each start and end of a request at once; its heartbeats repair wh
 
 from __future__ import annotations
 
-from whimbrel.wire.messages import InferenceFinished, InferenceStarted, RouterHeartbeat
+from whimbrel.wire.messages import InferenceFinished, InferenceStarted, InstanceActivity, RouterHeartbeat
 
-from services.scheduler.core import counts, resumes, waiting
+from services.scheduler.core import counts, migrations, resumes, waiting
 from services.scheduler.core.instances import Instance, Running
 from services.scheduler.core.servers import Router
 from services.scheduler.core.settings import RESUME_SAVED_EVERY
@@ -15,12 +15,13 @@ from services.scheduler.core.step import Step
 
 
 def on_inference_started(step: Step, message: InferenceStarted, reply_to: str | None) -> None:
+    migrations.hear_switched(step, message.instance_id, message.request_id)
     instance = step.cluster.instances.get(message.instance_id)
     if instance is None:
         return
     # On the way there before, running there now: to placement nothing has changed.
     instance.promised.pop(message.request_id, None)
-    _running(instance, message.router_id).start(message.request_id)
+    _running(instance, message.router_id).start(message.request_id, message.prompt_tokens, step.now)
     _settle(step, instance, step.cluster.hear_router(message.router_id, now=step.now))
     model = step.cluster.models[instance.record.model_id]
     waiting.remove_waiter(step, model, message.request_id)
@@ -28,12 +29,13 @@ def on_inference_started(step: Step, message: InferenceStarted, reply_to: str | 
 
 
 def on_inference_finished(step: Step, message: InferenceFinished, reply_to: str | None) -> None:
+    migrations.hear_switched(step, message.instance_id, message.request_id)
     instance = step.cluster.instances.get(message.instance_id)
     if instance is None:
         return
     waiting.keep_promise(step, instance, message.request_id)
     _learn_resumes(step, instance, message)
-    _running(instance, message.router_id).finish(message.request_id)
+    _running(instance, message.router_id).finish(message.request_id, step.now)
     _settle(step, instance, step.cluster.hear_router(message.router_id, now=step.now))
 
 
@@ -43,11 +45,13 @@ def on_router_heartbeat(step: Step, message: RouterHeartbeat, reply_to: str | No
         forget_router(step, known)
     router = step.cluster.hear_router(message.router_id, now=step.now)
     router.epoch = message.epoch
-    counts = {activity.instance_id: activity.requests for activity in message.active}
-    for instance_id in dict.fromkeys([*router.counted, *counts]):
+    active = {activity.instance_id: activity for activity in message.active}
+    for instance_id in dict.fromkeys([*router.counted, *active]):
         instance = step.cluster.instances.get(instance_id)
         if instance is not None:
-            _running(instance, router.router_id).correct(counts.get(instance_id, 0))
+            said = active.get(instance_id, InstanceActivity(instance_id=instance_id, requests=0))
+            running = _running(instance, router.router_id)
+            running.correct(said.requests, said.prompt_tokens, said.running_s, now=step.now)
             _settle(step, instance, router)
 
 
@@ -57,6 +61,7 @@ def forget_router(step: Step, router: Router) -> None:
         for waiter in list(model.waiters.values()):
             if waiter.router_id == router.router_id:
                 waiting.remove_waiter(step, model, waiter.request_id)
+    migrations.forget_router(step, router.router_id)
     for instance_id in list(router.counted):
         instance = step.cluster.instances[instance_id]
         instance.active[router.router_id].correct(0)
@@ -68,20 +73,17 @@ def _learn_resumes(step: Step, instance: Instance, message: InferenceFinished) -
     """Prefills and token times of requests tell what computing one again would take (M1, M3). They are learned from
     each, and made durable now and then: they change little, and losing a few loses nothing."""
     cluster = step.cluster
-    heartbeat = cluster.slot_of(instance).heartbeat
-    if heartbeat is None or (message.prefill_s is None and message.token_s == 0.0):
+    if cluster.slot_of(instance).heartbeat is None or (message.prefill_s is None and message.token_s == 0.0):
         return
-    device = resumes.kind_of(heartbeat.device)
-    known = cluster.resumes.get(f"{message.model_id}@{device}")
-    if known is None:
-        parameter_count = cluster.models[instance.record.model_id].record.parameter_count
-        known = resumes.prior(message.model_id, device, parameter_count=parameter_count)
-    record = known
+    record = known = cluster.resume_record(instance)
     if message.prefill_s is not None:
         record = resumes.observe_prefill(record, tokens=message.prompt_tokens, seconds=message.prefill_s)
     if message.token_s > 0.0:
         record = resumes.observe_token_time(record, message.token_s)
     cluster.resumes[record.key()] = record
+    for other_id in cluster.models[instance.record.model_id].instances:
+        # What moving any of them would take is another estimate now.
+        cluster.doubt(cluster.instances[other_id].record.server_id)
     if record.observations // RESUME_SAVED_EVERY != known.observations // RESUME_SAVED_EVERY or known.observations == 0:
         cluster.saved_resumes[record.key()] = record
         step.save(record)

@@ -74,10 +74,7 @@ def _slots(view: ServerView, task: Task) -> list[str]:
 def _running(view: ServerView) -> list[str]:
     if not view.running:
         return []
-    words = _count(len(view.running), "running instance")
-    if all(occupant.resume is None for occupant in view.running):
-        return [f"{words}; its workers can't hand over running requests yet"]
-    return [f"{words} that can't go elsewhere"]
+    return [f"{_count(len(view.running), 'running instance')} that can't go elsewhere"]
 
 
 def _instances(step: Step, model: Model) -> list[str]:

@@ -17,6 +17,9 @@ class Settings:
     fair_wait_s: float = 2.0
     #: A load without a byte of progress for so long has stalled. Readers retry a bad chunk well within this.
     load_stall_s: float = 90.0
+    #: A migration in which nothing moved for so long has stalled: rounds and handovers take much less than a second,
+    #: but for the first round, which has three times its estimate if that is more.
+    migration_stall_s: float = 10.0
     #: Three heartbeats of one second missed, and half of one for jitter.
     lost_after_s: float = 3.5
     #: Repeat a command that no heartbeat has confirmed. Just under a heartbeat, so that every one can trigger it.
@@ -55,6 +58,10 @@ DEFERRED_S = 2.0
 TRIES_PER_STEP_MAX = 64
 #: Decisions that are kept with all that they were made from: some 50 kB each with 100 servers.
 DECISIONS_KEPT_MAX = 200
+#: An instance whose migration was given up is not moved again before so long: what went wrong may well do so again.
+MOVE_AGAIN_S = 10.0
+#: Migrations that are told of after their end.
+MIGRATIONS_KEPT_MAX = 50
 #: A model that nobody waits for, whose load failed for good, is loaded again for its minimum only after so long.
 BLOCKED_S = 15.0
 #: A model that is loaded again within so many of its loading times since it had to go for another model shows thrash.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from whimbrel.wire.messages import Tier
 from whimbrel.wire.records import InstanceState
 
 from services.scheduler.core.estimates import PathSpeed, seconds_to_load
 from services.scheduler.core.instances import Instance, Seen
 from services.scheduler.core.models import Model
+from services.scheduler.core.resumes import joined, resume_of
 from services.scheduler.core.servers import Server, Slot
 from services.scheduler.core.views import Occupant, ServerView, SlotView, Task
 
@@ -34,7 +36,7 @@ def task_of(model: Model) -> Task:
 
 
 def look(cluster: Cluster, server: Server) -> ServerView:
-    """The server as it is now. What its workers run can't be handed over yet, so no running instance has a `resume`.
+    """The server as it is now.
 
     This runs whenever something happens to a server, so it asks each thing once, and makes no values that it has.
     """
@@ -54,7 +56,7 @@ def look(cluster: Cluster, server: Server) -> ServerView:
         if record.more_slots and any(slots[other].reserved_for is not None for other in record.more_slots):
             continue
         if not is_idle(instance, slot):
-            running.append(_occupant(cluster, server, instance, reload_speed))
+            running.append(_runner(cluster, instance, _occupant(cluster, server, instance, reload_speed)))
         elif instance.kept_until_s is None and not (cluster.minimums and cluster.is_minimum(instance)):
             # One that is idle, but kept, is neither idle nor running to placement.
             idle.append(_occupant(cluster, server, instance, reload_speed))
@@ -87,6 +89,8 @@ def is_idle(instance: Instance, slot: Slot) -> bool:
     """Whether it could be unloaded at once, as far as we know; its worker, that of `slot`, has the last word."""
     if instance.promised or instance.held_until_s is not None or (instance.active and instance.requests):
         return False
+    if instance.leaving is not None or instance.arriving is not None:
+        return False
     if not slot.is_alive or instance.record.state is not InstanceState.READY:
         return False
     worker = slot.heartbeat
@@ -111,6 +115,25 @@ def _occupant(cluster: Cluster, server: Server, instance: Instance, speed: PathS
     )
     instance.occupant = Seen(occupant, speed)
     return occupant
+
+
+def _runner(cluster: Cluster, instance: Instance, occupant: Occupant) -> Occupant:
+    """One that runs requests, and what it would take to compute them again elsewhere, if it can be moved now."""
+    if instance.is_migrating or instance.stays_until_s is not None or not instance.active:
+        return occupant
+    known = cluster.resume_record(instance)
+    said_s = max(running.said_s for running in instance.active.values())
+    parts = [
+        resume_of(
+            known,
+            requests=running.count,
+            prompt_tokens=running.prompt_tokens,
+            running_s=running.running_s,
+            now=running.said_s,
+        )
+        for running in instance.active.values()
+    ]
+    return msgspec.structs.replace(occupant, resume=joined(parts, said_s), pause_s=known.overhead_s + known.token_s)
 
 
 def _idle_longest(occupant: Occupant) -> tuple[float, str]:

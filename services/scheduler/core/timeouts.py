@@ -7,7 +7,7 @@ from whimbrel.wire.errors import Unavailable
 from whimbrel.wire.events import ServerLost
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import counts, heartbeats, jobs, loading, operations, routers, waiting
+from services.scheduler.core import counts, heartbeats, jobs, loading, migrations, operations, routers, waiting
 from services.scheduler.core.servers import Server
 from services.scheduler.core.settings import FORGET_SERVER_S
 from services.scheduler.core.step import Step
@@ -18,6 +18,7 @@ def on_tick(step: Step) -> None:
     waiting.expire(step)
     _end_promises(step)
     _check_loads(step)
+    migrations.on_tick(step)
     counts.on_tick(step)
     operations.on_tick(step)
 
@@ -38,6 +39,8 @@ def pardon(step: Step) -> None:
             waiter.repeated_s = now
     for instance in cluster.instances.values():
         instance.progress_s = now
+    for migration in cluster.migrations.values():
+        migration.progress_s = now
 
 
 def _lose_silent(step: Step) -> None:
@@ -88,6 +91,9 @@ def _end_promises(step: Step) -> None:
                 waiting.keep_promise(step, instance, request_id)
         if instance.held_until_s is not None and instance.held_until_s <= step.now:
             instance.held_until_s = None
+            step.cluster.touch(instance.record.server_id)
+        if instance.stays_until_s is not None and instance.stays_until_s <= step.now:
+            instance.stays_until_s = None
             step.cluster.touch(instance.record.server_id)
         if instance.kept_until_s is not None and instance.kept_until_s <= step.now:
             instance.kept_until_s = None

@@ -22,7 +22,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands, lifecycle, plans, restore
+from services.scheduler.core import commands, lifecycle, migrations, plans, restore
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decisions import Decision, Deferred, NeverFits, Placement
 from services.scheduler.core.instances import Instance
@@ -38,6 +38,7 @@ def on_place_model(step: Step, message: PlaceModel, reply_to: str | None) -> Non
     """A request needs an instance. With one that is ready, it has its route in this very step."""
     model = servable_model(step, message.model_id)
     step.cluster.hear_router(message.router_id, now=step.now)
+    migrations.hear_placed(step, message.request_id)
     instance = step.cluster.ready_instance(model)
     if instance is not None:
         step.answer(reply_to, _promise(step, instance, message.request_id))
@@ -129,6 +130,9 @@ def _fulfil(step: Step, reservation: Reservation) -> None:
     model = cluster.models[reservation.model_id]
     placement = reservation.placement
     cluster.release(reservation.model_id)
+    if reservation.migration_id is not None:
+        _load_destination(step, model, reservation)
+        return
     if placement is not None and cluster.shortfall(model) > 0:
         server = cluster.view(placement.server_id)
         current = plans.renewed(placement, cluster.task_of(model), server, step.now)
@@ -138,6 +142,16 @@ def _fulfil(step: Step, reservation: Reservation) -> None:
     if not _place(step, model) and reservation.is_drain and isinstance(_kept(cluster, model), Deferred):
         # It was drained for this model: a policy that waits for another server would have it drained again and again.
         _place(step, model, policy="migration")
+
+
+def _load_destination(step: Step, model: Model, reservation: Reservation) -> None:
+    """As decided, or not at all: its migration is abandoned then."""
+    cluster, placement = step.cluster, reservation.placement
+    migration = cluster.migrations.get(reservation.migration_id or "")
+    assert placement is not None, "slots of a destination are reserved with what is to be there"
+    current = plans.renewed(placement, cluster.task_of(model), cluster.view(placement.server_id), step.now)
+    if migration is not None and current is not None:
+        migrations.load_destination(step, migration, current)
 
 
 def _kept(cluster: Cluster, model: Model) -> Decision | None:
@@ -208,10 +222,12 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
         fail_waiters(step, model, error_reply(error))
     if not isinstance(decision, Placement):
         return False
-    assert not decision.moves, "no worker can hand over what it runs, so nothing is movable"
-    assert not decision.stopped, "nor can it be stopped and go on elsewhere"
+    if decision.stopped or not all(migrations.can_start(step, move) for move in decision.moves):
+        return False
     cluster.release(model.model_id)
-    if decision.evict:
+    if decision.moves:
+        _move_for(step, model, decision)
+    elif decision.evict:
         _evict_for(step, model, decision)
     else:
         lifecycle.start_load(step, model, decision)
@@ -234,6 +250,30 @@ def _evict_for(step: Step, model: Model, placement: Placement) -> None:
         instance = step.cluster.instances[instance_id]
         step.cluster.models[instance.record.model_id].displaced_s = step.now
         lifecycle.evict(step, instance)
+
+
+def _move_for(step: Step, model: Model, placement: Placement) -> None:
+    """Running instances move away first; the slots are kept for the model meanwhile."""
+    cluster = step.cluster
+    elsewhere = {instance_id for move in placement.moves for instance_id in move.evict}
+    evicted_here = [instance_id for instance_id in placement.evict if instance_id not in elsewhere]
+    moved = [move.instance_id for move in placement.moves]
+    cluster.reserve(
+        Reservation(
+            model_id=model.model_id,
+            server_id=placement.server_id,
+            slots=placement.slots,
+            waiting_for={*evicted_here, *moved},
+            is_drain=False,
+            placement=placement,
+        )
+    )
+    for instance_id in evicted_here:
+        instance = cluster.instances[instance_id]
+        cluster.models[instance.record.model_id].displaced_s = step.now
+        lifecycle.evict(step, instance)
+    for move in placement.moves:
+        migrations.start(step, move, placement.reasons, reason=migrations.PLACEMENT, for_model_id=model.model_id)
 
 
 def _add_waiter(step: Step, model: Model, message: PlaceModel) -> None:

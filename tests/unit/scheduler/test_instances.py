@@ -78,9 +78,9 @@ def test_the_requests_of_a_router_are_counted_whatever_crosses_or_gets_lost(news
     running = Running()
     for word in news.split():
         if word[0] == "+":
-            running.start(word)
+            running.start(word, 5, 1.0)
         elif word[0] == "-":
-            running.finish("+" + word[1:])
+            running.finish("+" + word[1:], 2.0)
         else:
             running.correct(int(word))
     assert running.count == count

@@ -47,6 +47,8 @@ from whimbrel.wire.messages import (
     WorkerState,
 )
 
+from tests.unit.scheduler.toy_migrating import ToySource
+
 if TYPE_CHECKING:
     from tests.unit.scheduler.toys import ToyCluster
 
@@ -244,8 +246,13 @@ class ToyWorker:
     is_alive: bool = True
     device: str = "cpu"
     memory_bytes: int = 0
+    source: ToySource = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source = ToySource(self)
 
     def on(self, message: Message) -> None:
+        self.source.on(message)
         match message:
             case PrepareInstance():
                 if self.state is WorkerState.EMPTY:
@@ -298,11 +305,13 @@ class ToyWorker:
             agent.attached.pop(self.instance_id, None)
         self.instance_id = self.model_id = None
         self.state = WorkerState.EMPTY
+        self.source.migration = None
         self.say(ended)
         self.beat()
 
     def start(self, request: ToyRequest, instance_id: str) -> bool:
         is_ready = self.is_alive and self.state is WorkerState.READY and self.instance_id == instance_id
+        is_ready = is_ready and not self.source.is_closed
         if is_ready:
             self.requests[request.request_id] = request
             self.cluster.after(request.run_s, self, lambda: self._finish(request))
@@ -333,6 +342,7 @@ class ToyWorker:
                 instance_id=self.instance_id,
                 model_id=self.model_id,
                 active_requests=len(self.requests),
+                migration_id=None if self.source.migration is None else self.source.migration.migration_id,
             )
         )
 
@@ -348,6 +358,7 @@ class ToyRequest:
     asked_s: float
     instance_id: str | None = None
     routed_s: float | None = None
+    switched: int = 0
     is_done: bool = False
     is_cancelled: bool = False
     error: ErrorReply | None = None
@@ -390,13 +401,20 @@ class ToyRequest:
         )
 
     def finish(self) -> None:
-        assert self.instance_id is not None
         self.is_done = True
+        self.leave()
+
+    def leave(self) -> None:
+        """It ended on its instance, or goes on elsewhere."""
+        assert self.instance_id is not None
+        instance_id = self.instance_id
+        if not self.is_done:
+            self.instance_id = None
         self.router.say(
             InferenceFinished(
                 request_id=self.request_id,
                 router_id=self.router.router_id,
-                instance_id=self.instance_id,
+                instance_id=instance_id,
                 model_id=self.model_id,
                 prompt_tokens=5,
                 output_tokens=5,

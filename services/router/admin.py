@@ -22,9 +22,12 @@ from whimbrel.wire.messages import (
     GetClusterReply,
     GetJob,
     GetJobReply,
+    GetMigrations,
+    GetMigrationsReply,
     JobStage,
     JobStatus,
     Message,
+    MigrateModelReply,
     ModelState,
     ModelSummary,
     ScaleModelReply,
@@ -33,6 +36,7 @@ from whimbrel.wire.messages import (
 from services.router.catalogue import Catalogue
 from services.router.core.deployments import read_deployment
 from services.router.core.fields import refuse
+from services.router.core.moves import read_move
 from services.router.core.openai import Json, model_body, model_list
 from services.router.core.scalings import read_scale
 from services.router.core.statuses import error_object
@@ -65,6 +69,8 @@ class Admin:
             Route("/admin/jobs/{job_id}", self.cancel_job, methods=["DELETE"]),
             Route("/admin/cluster", self.get_cluster, methods=["GET"]),
             Route("/admin/explain", self.explain, methods=["GET"]),
+            Route("/admin/migrations", self.list_migrations, methods=["GET"]),
+            Route("/admin/migrations", self.migrate, methods=["POST"]),
         ]
 
     async def list_models(self, _request: Request) -> Response:
@@ -127,6 +133,16 @@ class Admin:
         if not model_id:
             refuse("model", "is missing; ask /admin/explain?model=NAME")
         return as_json(_named(await self._ask(ExplainModel(model_id=model_id), ExplainModelReply)))
+
+    async def list_migrations(self, _request: Request) -> Response:
+        """Those on their way, then those that ended lately, the newest first."""
+        reply = await self._ask(GetMigrations(), GetMigrationsReply)
+        return as_json({"migrations": [_named(status) for status in reply.migrations]})
+
+    async def migrate(self, request: Request) -> Response:
+        """Move an instance with all its requests; answers at once, with the migration as it begins."""
+        message = read_move(await read_body(request.scope, request.receive))
+        return as_json(_named((await self._ask(message, MigrateModelReply)).migration), 202)
 
     async def _find(self, request: Request) -> ModelSummary:
         model_id = request.path_params["model_id"]

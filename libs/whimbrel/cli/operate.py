@@ -109,7 +109,7 @@ def drain(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Cordon a server and empty it: idle instances go at once, others when their requests have ended."""
+    """Cordon a server and empty it: idle instances go at once, others move, or go when their requests have ended."""
     if not wait:
         answer = _command(server, url, lambda client, place: client.drain(place))
         left = answer["instances"]
@@ -129,6 +129,47 @@ def drain(
 
     run(work(), url, on_interrupt)
     _tell({"server": server, "instances": []}, f"{server} is empty", as_json=as_json)
+
+
+def migrate(
+    what: Annotated[str, typer.Argument(help="A model, an instance or a request.")],
+    to: Annotated[str, typer.Option("--to", help="A server's id, or SERVER/SLOT.")],
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it has ended.")] = True,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Move a running instance to another place, with its requests; their clients notice a short pause at most."""
+    server, slash, slot = to.partition("/")
+    if slash and not slot.isdigit():
+        raise fail(f"--to {to} is neither SERVER nor SERVER/SLOT, such as server-1/0", EXIT_USAGE)
+
+    async def work() -> JsonObject:
+        async with AdminClient(url) as client:
+            begun = await client.migrate(what, server, int(slot) if slot else None)
+            if not wait:
+                return begun
+            return [status async for status in client.follow_migration(begun["migration_id"])][-1]
+
+    status = run(work(), url)
+    _tell(status, show.migration_sentence(status), as_json=as_json)
+    if status["state"] in ("abandoned", "requeued"):
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def migrations(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """Show the migrations on their way, and those that ended lately."""
+
+    async def work() -> list[JsonObject]:
+        async with AdminClient(url) as client:
+            return await client.migrations()
+
+    found = run(work(), url)
+    if as_json:
+        print(json.dumps(found))
+    elif found:
+        console.print(show.migrations_table(found))
+    else:
+        console.print("nothing has moved lately", highlight=False)
 
 
 def _instances(instance_ids: list[str]) -> str:
@@ -201,7 +242,7 @@ async def _server_ids(client: AdminClient) -> list[str]:
 def add_commands(app: typer.Typer) -> None:
     """Those of this module."""
     commands: tuple[Callable[..., None], ...] = (
-        prefetch, pin, unpin, evict, loads, doctor, cordon, uncordon, drain,
+        prefetch, pin, unpin, evict, loads, doctor, cordon, uncordon, drain, migrate, migrations,
     )  # fmt: skip
     for command in commands:
         app.command()(command)

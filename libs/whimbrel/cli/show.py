@@ -152,3 +152,31 @@ def event_line(received: Received, as_json: bool) -> str:
         return msgspec.json.encode({**plain, "sequence": received.sequence}).decode()
     details = " ".join(f"{name}={value}" for name, value in data.items())
     return f"{envelope.time:%H:%M:%S.%f} {envelope.type:<22} {details}"
+
+
+def migration_sentence(migration: dict[str, Any]) -> str:
+    """What became of a migration, or how far it is."""
+    model, server = migration["model"], migration["destination_server_id"]
+    match migration["state"]:
+        case "finished":
+            told = f"{model} has moved to {server} in {migration['rounds']} rounds, {migration['sent_tokens']} tokens"
+        case "abandoned":
+            told = f"{model} stays where it is: {migration['end']}"
+        case "requeued":
+            told = f"{model} was stopped, and {server} was lost: its requests start again from their tokens"
+        case state:
+            told = f"{model} is on its way to {server}: {state}"
+    return told
+
+
+def migrations_table(migrations: list[dict[str, Any]]) -> Table:
+    table = Table("model", "from", "to", "state", "why", "rounds", "tokens", "since")
+    for one in migrations:
+        slots = ",".join(map(str, one["destination_slots"]))
+        why = f"for {one['for_model_id']}" if one["for_model_id"] else one["reason"]
+        table.add_row(
+            one["model"], f"{one['source_server_id']}/{one['source_slot']}",
+            f"{one['destination_server_id']}/{slots}", f"{one['state']} {one['end']}".strip(), why, str(one["rounds"]),
+            str(one["sent_tokens"]), f"{one['age_s']:.1f} s",
+        )  # fmt: skip
+    return table

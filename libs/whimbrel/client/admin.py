@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -23,12 +23,17 @@ ADMIN_S_MAX = 15.0
 # A measurement reads some hundred MB and waits for a load to end; the router itself gives up a little earlier.
 MEASURE_S_MAX = 130.0
 
+# Most migrations take some tenths of a second, and a load before that seconds.
+MIGRATION_POLL_S = 0.1
+MIGRATION_ENDS = ("finished", "abandoned", "requeued")
+
 # A service that is started again is back in seconds.
 AWAY_S_MAX = 30.0
 AWAY_POLL_S = 0.5
 SERVICE_UNAVAILABLE = 503
 
 JsonObject = dict[str, Any]
+A = TypeVar("A")
 
 
 class ApiError(Exception):
@@ -110,7 +115,7 @@ class AdminClient:
                 return
             await asyncio.sleep(JOB_POLL_S)
 
-    async def _patiently(self, ask: Callable[[], Awaitable[JsonObject]]) -> JsonObject:
+    async def _patiently(self, ask: Callable[[], Awaitable[A]]) -> A:
         deadline_s = time.monotonic() + AWAY_S_MAX
         while True:
             try:
@@ -179,6 +184,28 @@ class AdminClient:
                 raise ApiError(200, "conflict", f"server {server} was uncordoned before it was empty")
             left = (await self._patiently(lambda: self.drain(server)))["instances"]
         yield left
+
+    async def migrate(self, what: str, server: str, slot: int | None = None) -> JsonObject:
+        """Move an instance, named by its model, its id or a request on it, with all its requests; returns the migration
+        as it begins. Raises ApiError (conflict) that says why it can't be moved."""
+        body = {"what": what, "server": server, **_given(slot=slot)}
+        return await self._call("POST", "/admin/migrations", body)
+
+    async def migrations(self) -> list[JsonObject]:
+        """Those on their way, then those that ended lately, the newest first."""
+        answer = await self._call("GET", "/admin/migrations")
+        return list(answer["migrations"])
+
+    async def follow_migration(self, migration_id: str) -> AsyncIterator[JsonObject]:
+        """The migration again and again until it has ended."""
+        while True:
+            found = [one for one in await self._patiently(self.migrations) if one["migration_id"] == migration_id]
+            if not found:
+                raise ApiError(200, "conflict", f"{migration_id} is not known any more; see the events of migrations")
+            yield found[0]
+            if found[0]["state"] in MIGRATION_ENDS:
+                return
+            await asyncio.sleep(MIGRATION_POLL_S)
 
     async def measure(self, server: str) -> JsonObject:
         """Measure the storage of a server; takes seconds, and waits for the load that runs."""

@@ -184,6 +184,8 @@ class MigrationRecord(Record, frozen=True, kw_only=True):
     model_id: str
     state: MigrationState
     source_instance_id: str
+    source_server_id: str
+    source_slot: NonNegative
     destination_instance_id: str
     destination_server_id: str
     destination_slots: tuple[int, ...]

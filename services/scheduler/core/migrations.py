@@ -68,6 +68,8 @@ def start(step: Step, move: Move, reasons: Reasons, *, reason: str, for_model_id
             model_id=move.model_id,
             state=MigrationState.PREPARING,
             source_instance_id=move.instance_id,
+            source_server_id=source.record.server_id,
+            source_slot=source.record.slot,
             destination_instance_id=move.into or "",
             destination_server_id=move.server_id,
             destination_slots=move.slots,
@@ -220,14 +222,13 @@ def hear_stray(step: Step, server_id: str, slot: int, migration_id: str) -> None
 def status(step: Step, migration: Migration) -> MigrationStatus:
     """As people see it."""
     record = migration.record
-    source = step.cluster.instances.get(record.source_instance_id)
     return MigrationStatus(
         migration_id=record.migration_id,
         model_id=record.model_id,
         state=record.state,
         source_instance_id=record.source_instance_id,
-        source_server_id="" if source is None else source.record.server_id,
-        source_slot=0 if source is None else source.record.slot,
+        source_server_id=record.source_server_id,
+        source_slot=record.source_slot,
         destination_server_id=record.destination_server_id,
         destination_slots=record.destination_slots,
         reason=record.reason,

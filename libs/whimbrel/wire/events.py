@@ -148,6 +148,13 @@ class InstanceWasLost(_InstanceEvent, frozen=True, kw_only=True):
     reason: str
 
 
+class InstanceWasPreempted(_InstanceEvent, frozen=True, kw_only=True):
+    """Its requests were stopped for another model, and start again elsewhere."""
+
+    verb = "preempted"
+    requests: int
+
+
 class _MigrationEvent(PublicEvent, frozen=True, kw_only=True):
     noun = "migration"
     migration_id: str

@@ -593,11 +593,13 @@ class InstanceEnded(Message, frozen=True, kw_only=True):
 
 class UnloadInstance(Message, frozen=True, kw_only=True):
     """Scheduler → worker. With `drain` the worker takes no new request and unloads when idle; without, it unloads at
-    once if it is idle and refuses otherwise. Its answer is InstanceEnded or UnloadRefused."""
+    once if it is idle and refuses otherwise. With `preempt` it ends what runs as PREEMPTED, and unloads. Its answer is
+    InstanceEnded or UnloadRefused."""
 
     instance_id: str
     drain: bool
     scheduler_epoch: NonNegative
+    preempt: bool = False
 
 
 class UnloadRefused(Message, frozen=True, kw_only=True):
@@ -630,6 +632,8 @@ class FinishReason(StrEnum):
     FAILED = "failed"
     #: It goes on elsewhere: the entry says where.
     MOVED = "moved"
+    #: It was stopped for another model, and starts again wherever it finds a place.
+    PREEMPTED = "preempted"
 
 
 class StartInference(Message, frozen=True, kw_only=True):

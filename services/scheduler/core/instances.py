@@ -27,6 +27,7 @@ class InstanceEvent(StrEnum):
     LOAD_FAILED = "load_failed"  # the load ended badly, stalled, or is not wanted any more
     EVICTED = "evicted"  # idle, and the slot is needed or keep-alive ran out
     DRAINED = "drained"  # running requests may end, no new ones
+    PREEMPTED = "preempted"  # running requests are stopped, and start again elsewhere
     UNLOAD_REFUSED = "unload_refused"  # it was not idle after all
     ENDED = "ended"  # the worker says that it is not there
     LOST = "lost"  # the worker or, while loading, the server is gone
@@ -42,6 +43,7 @@ TRANSITIONS: dict[InstanceState, dict[InstanceEvent, InstanceState]] = {
     InstanceState.READY: {
         InstanceEvent.EVICTED: InstanceState.UNLOADING,
         InstanceEvent.DRAINED: InstanceState.DRAINING,
+        InstanceEvent.PREEMPTED: InstanceState.DRAINING,
         InstanceEvent.ENDED: InstanceState.GONE,
         InstanceEvent.LOST: InstanceState.GONE,
     },
@@ -160,7 +162,8 @@ class Instance(msgspec.Struct, kw_only=True, eq=False):
     leaving: str | None = None
     arriving: str | None = None
     is_closed: bool = False
-    #: Moving it was tried and given up, so it stays until then.
+    is_preempted: bool = False
+    #: It was just moved or loaded, or moving it was tried and given up: it is neither moved nor stopped until then.
     stays_until_s: float | None = None
     #: What placement saw of it, with what that was made from.
     occupant: Seen | None = None

@@ -6,7 +6,14 @@ Every function here is one move of the state machine in `instances.py` with its 
 from __future__ import annotations
 
 import msgspec
-from whimbrel.wire.events import InstanceStarted, InstanceUnloaded, InstanceWasLost, LoadStarted, LoadSucceeded
+from whimbrel.wire.events import (
+    InstanceStarted,
+    InstanceUnloaded,
+    InstanceWasLost,
+    InstanceWasPreempted,
+    LoadStarted,
+    LoadSucceeded,
+)
 from whimbrel.wire.messages import (
     CancelLoad,
     RouteRemoved,
@@ -78,6 +85,9 @@ def become_ready(step: Step, instance: Instance) -> None:
     instance.enter(InstanceEvent.BECAME_READY)
     instance.ready_s = instance.idle_since_s = step.now
     _keep_against_thrash(step, instance)
+    if step.settings.policy == "preemption":
+        # Two models that want one slot take turns; they don't stop each other at every request.
+        instance.stays_until_s = step.now + step.settings.fair_wait_s
     instance.record = _with_stages(instance)
     _learn_overhead(step, instance)
     cluster.servers[instance.record.server_id].queues.remove(instance.record.task_id, now=step.now)
@@ -133,6 +143,25 @@ def drain(step: Step, instance: Instance) -> None:
     step.cluster.touch_peers(instance)
     step.send_routers(commands.route_added(instance))
     commands.command_unload(step, instance)
+
+
+def preempt(step: Step, instance: Instance) -> None:
+    """READY → DRAINING. What runs is stopped; routers start it again from its tokens wherever there is a place."""
+    instance.enter(InstanceEvent.PREEMPTED)
+    instance.is_preempted = True
+    step.save(instance.record)
+    step.cluster.touch_peers(instance)
+    step.send_routers(commands.route_added(instance))
+    commands.command_unload(step, instance)
+    step.tell(
+        InstanceWasPreempted(
+            instance_id=instance.record.instance_id,
+            model_id=instance.record.model_id,
+            server_id=instance.record.server_id,
+            slot=instance.record.slot,
+            requests=instance.requests,
+        )
+    )
 
 
 def end_load(step: Step, instance: Instance, event: InstanceEvent) -> None:

@@ -422,6 +422,10 @@ def _finish(step: Step, migration: Migration) -> None:
     )
     _end(step, migration, "")
     _open_destination(step, migration)
+    destination = step.cluster.instances.get(record.destination_instance_id)
+    if destination is not None:
+        # Its clients have had one pause.
+        destination.stays_until_s = step.now + step.settings.fair_wait_s
 
 
 def _abandon_both(step: Step, migration: Migration, event: MigrationEvent, cause: str) -> None:

@@ -222,10 +222,10 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
         fail_waiters(step, model, error_reply(error))
     if not isinstance(decision, Placement):
         return False
-    if decision.stopped or not all(migrations.can_start(step, move) for move in decision.moves):
+    if not all(migrations.can_start(step, move) for move in decision.moves):
         return False
     cluster.release(model.model_id)
-    if decision.moves:
+    if decision.moves or decision.stopped:
         _move_for(step, model, decision)
     elif decision.evict:
         _evict_for(step, model, decision)
@@ -253,7 +253,7 @@ def _evict_for(step: Step, model: Model, placement: Placement) -> None:
 
 
 def _move_for(step: Step, model: Model, placement: Placement) -> None:
-    """Running instances move away first; the slots are kept for the model meanwhile."""
+    """Running instances move away, or are stopped, first; the slots are kept for the model meanwhile."""
     cluster = step.cluster
     elsewhere = {instance_id for move in placement.moves for instance_id in move.evict}
     evicted_here = [instance_id for instance_id in placement.evict if instance_id not in elsewhere]
@@ -263,7 +263,7 @@ def _move_for(step: Step, model: Model, placement: Placement) -> None:
             model_id=model.model_id,
             server_id=placement.server_id,
             slots=placement.slots,
-            waiting_for={*evicted_here, *moved},
+            waiting_for={*evicted_here, *moved, *placement.stopped},
             is_drain=False,
             placement=placement,
         )
@@ -272,6 +272,8 @@ def _move_for(step: Step, model: Model, placement: Placement) -> None:
         instance = cluster.instances[instance_id]
         cluster.models[instance.record.model_id].displaced_s = step.now
         lifecycle.evict(step, instance)
+    for instance_id in placement.stopped:
+        lifecycle.preempt(step, cluster.instances[instance_id])
     for move in placement.moves:
         migrations.start(step, move, placement.reasons, reason=migrations.PLACEMENT, for_model_id=model.model_id)
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import pytest
 from whimbrel.wire.codec import error_of
 from whimbrel.wire.events import (
+    InstanceWasPreempted,
     MigrationAbandoned,
     MigrationFinished,
     MigrationHandedOver,
@@ -56,14 +57,16 @@ from tests.unit.scheduler.builders import a_cluster
 from tests.unit.scheduler.toy_peers import GB, ToyRequest
 from tests.unit.scheduler.toys import ToyCluster
 
-PATIENT = Settings(fair_wait_s=1000.0)
 RUN_S = 60.0
 
 
-def figure_3(*, drops: Callable[[Message], bool] = lambda message: False) -> tuple[ToyCluster, ToyRequest]:
+def figure_3(
+    *, policy: str = "migration", drops: Callable[[Message], bool] = lambda message: False
+) -> tuple[ToyCluster, ToyRequest]:
     """Figure 3 of the paper: A runs on the server that has B in DRAM, where A is in DRAM the other one has a free slot
     and B on its SSD."""
-    cluster = a_cluster("a", "b", servers=2, settings=PATIENT, drops=drops)
+    settings = Settings(fair_wait_s=1000.0 if policy == "migration" else 1.0, policy=policy)
+    cluster = a_cluster("a", "b", servers=2, settings=settings, drops=drops)
     for server_id, tiers in (("s0", {"a": Tier.DRAM, "b": Tier.SSD}), ("s1", {"a": Tier.DRAM, "b": Tier.DRAM})):
         agent = cluster.agents[server_id]
         agent.tiers = {(name, f"digest-of-{name}"): (tier, GB // 4) for name, tier in tiers.items()}
@@ -437,6 +440,35 @@ def test_a_worker_that_hands_over_for_a_migration_nobody_knows_is_told_to_carry_
     cluster.run_until(lambda: late.is_done, 10.0)
     cluster.run_until(lambda: running.is_done, RUN_S + 10.0)
     in_the_end(cluster)
+
+
+# --- preemption, for comparison ---
+
+
+def test_preemption_stops_what_runs_and_starts_it_again_elsewhere() -> None:
+    """C8: B starts at once; A waits for a load, and all of it is computed again."""
+    cluster, running = figure_3(policy="preemption")
+    waiting = cluster.router.request("q2", "b")
+    cluster.run_until(lambda: waiting.is_done, 5.0)
+    assert waiting.routed_s is not None
+    assert waiting.routed_s - waiting.asked_s < 0.5
+    assert event(cluster, InstanceWasPreempted).requests == 1
+    cluster.run(1.0)
+    placed = {record.model_id: record.server_id for record in cluster.instances()}
+    assert placed == {"a": "s0", "b": "s1"}
+    assert not running.is_over
+    cluster.run_until(lambda: running.is_done, RUN_S + 10.0)
+    in_the_end(cluster)
+
+
+def test_two_models_that_want_one_slot_take_turns_under_preemption() -> None:
+    """No model stops another one at every request."""
+    cluster = a_cluster("a", "b", settings=Settings(policy="preemption"))
+    for number in range(20):
+        cluster.router.request(f"q{number}", "ab"[number % 2], run_s=5.0)
+        cluster.run(0.5)
+    stops = [one for one in cluster.events if isinstance(one, InstanceWasPreempted)]
+    assert len(stops) <= 10.0 / Settings().fair_wait_s + 1
 
 
 # --- operators ---

@@ -259,7 +259,13 @@ class ToyWorker:
                     self.state = WorkerState.LOADING
                     self.instance_id, self.model_id = message.instance_id, message.model_id
             case UnloadInstance(instance_id=instance_id, drain=drain) if instance_id == self.instance_id:
-                if self.requests and not drain:
+                if message.preempt:
+                    stopped, self.requests = list(self.requests.values()), {}
+                    self.end(None)
+                    for request in stopped:
+                        request.leave()
+                        request.ask()
+                elif self.requests and not drain:
                     self.say(UnloadRefused(instance_id=instance_id))
                 elif self.requests:
                     self.state = WorkerState.DRAINING

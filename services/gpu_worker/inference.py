@@ -1,14 +1,16 @@
 """Owns the running of requests: one after another, step by step, each token said the moment it is known.
 
 A step runs in the engine's thread; everything is decided between steps, in the event loop. So an abort takes effect
-after the step that runs, and nobody else ever writes to a sequence.
+after the step that runs, a handover too, and nobody else ever writes to a sequence. What is resumed here for another
+worker is computed in between: a piece of the one, a step of the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import structlog
 from whimbrel.chassis.bus import Bus
@@ -17,6 +19,7 @@ from whimbrel.wire.errors import InferenceLost, WhimbrelError
 from whimbrel.wire.messages import (
     AbortInference,
     FinishReason,
+    Message,
     ResendTokens,
     StartInference,
     TokenEntry,
@@ -29,6 +32,8 @@ from services.gpu_worker.core.requests import Requests
 from services.gpu_worker.core.sequence import Sequence, prefill_ends
 from services.gpu_worker.engine_thread import EngineThread
 from services.gpu_worker.engines.engine import Engine
+from services.gpu_worker.migrating import Migrating
+from services.gpu_worker.resuming import Resuming
 
 log = structlog.get_logger()
 
@@ -37,8 +42,17 @@ log = structlog.get_logger()
 PREFILL_TOKENS_MAX = 512
 
 
+@dataclass(slots=True)
+class _Turn:
+    """The request that runs, and where the pieces of its prefill end that are still to come."""
+
+    sequence: Sequence
+    ends: Iterator[int]
+
+
 class Inference:
-    """`on_idle` is called when no request runs or waits any more, `on_change` when the heartbeat has news."""
+    """`tell` publishes a message to the scheduler; `on_idle` is called when no request runs or waits any more,
+    `on_change` when the heartbeat has news."""
 
     def __init__(
         self,
@@ -47,6 +61,7 @@ class Inference:
         engine: Engine,
         thread: EngineThread,
         *,
+        tell: Callable[[Message], Awaitable[None]],
         on_idle: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -58,6 +73,11 @@ class Inference:
         self._on_change = on_change
         self._requests = Requests(active_max=config.requests_max, queue=f"worker {config.server_id}/{config.slot}")
         self._arrived = asyncio.Event()
+        self._turn: _Turn | None = None
+        self.migrating = Migrating(
+            config, bus, self._requests, tell=tell, on_stop=self._arrived.set, on_change=on_change
+        )
+        self.resuming = Resuming(bus, self._requests, engine, thread, on_work=self._arrived.set)
 
     @property
     def active(self) -> int:
@@ -68,11 +88,16 @@ class Inference:
         return self._requests.knows(request.request_id, request.epoch)
 
     async def start(self, request: StartInference) -> None:
-        """Let a checked request wait its turn. Raises QueueFull, StaleEpoch."""
+        """Let a checked request, with all of its tokens, wait its turn. Raises QueueFull, StaleEpoch."""
+        was_active = self._requests.is_active(request.request_id)
         sequence = self._requests.start(request, time.monotonic())
         if sequence is None:
             return
         log.debug("inference_started", request_id=request.request_id, tokens=len(sequence.tokens))
+        self.resuming.start(sequence)
+        if was_active or sequence.is_finished:
+            # What was computed for an earlier start of it, or for one that is over already.
+            self.resuming.drop(sequence.request_id)
         if sequence.is_finished:
             # Moved here with all its tokens: the finish is all that is left to say.
             await self._say_last(sequence, sequence.entry(sequence.position))
@@ -98,51 +123,106 @@ class Inference:
 
     def expire(self) -> None:
         self._requests.expire(time.monotonic())
+        self.resuming.expire()
 
     async def run(self) -> None:
-        """Runs requests until cancelled."""
+        """Runs requests, and what is resumed here, until cancelled."""
+        is_resumption_next = False
         while True:
-            sequence = self._requests.next(time.monotonic())
-            if sequence is None:
+            await self.resuming.forget_dropped()
+            # No step runs, and nothing is awaited between this and the next one.
+            if self._turn is None and not self.migrating.is_stopping:
+                self._turn = self._next_turn()
+            turn, resumption = self._turn, self.resuming.next()
+            if turn is not None and turn.sequence.is_finished:
+                await self._end_turn(turn.sequence, None)
+            elif self.migrating.is_stopping:
+                await self._hand_over(None)
+            elif turn is not None and not (is_resumption_next and resumption is not None):
+                is_resumption_next = True
+                await self._take_step(turn)
+            elif resumption is not None:
+                is_resumption_next = False
+                await self.resuming.compute(resumption, PREFILL_TOKENS_MAX)
+            else:
                 self._arrived.clear()
                 await self._arrived.wait()
-                continue
-            try:
-                last = await self._run(sequence)
-            except Exception as failure:  # whatever a model may do; the next request may go well
-                log.exception("inference_failed", request_id=sequence.request_id)
-                last = _failed(sequence, failure)
-            # Before the end is said: whoever hears it may at once ask for the place, or for the slot.
-            self._requests.end_turn()
-            self._note_change()
-            if last is not None:
-                await self._say_last(sequence, last)
-            await self._thread.run(self._engine.forget, sequence.request_id)
 
-    async def _run(self, sequence: Sequence) -> TokenEntry | None:
-        """Say every token but the last; the answer is that one, with the end. None when the request was aborted."""
+    def _next_turn(self) -> _Turn | None:
+        sequence = self._requests.next(time.monotonic())
+        if sequence is None:
+            return None
         metrics.QUEUE_SECONDS.observe(sequence.queue_s)
-        for end in prefill_ends(sequence, PREFILL_TOKENS_MAX):
-            await self._thread.run(self._engine.prefill, sequence, end)
-            if sequence.is_finished:
-                return None
-        tokens = metrics.TOKENS.labels(sequence.request.model_id)
-        while True:
-            token = await self._thread.run(self._engine.decode, sequence)
-            entry = sequence.advance(token, time.monotonic())
-            if entry is None:
-                return None
-            if entry.prefill_s is not None:
-                metrics.PREFILL_SECONDS.labels(sequence.request.model_id).observe(entry.prefill_s)
-            tokens.inc(token is not None)
-            if entry.finish_reason is not None:
-                return entry
+        return _Turn(sequence, iter(prefill_ends(sequence, PREFILL_TOKENS_MAX)))
+
+    async def _take_step(self, turn: _Turn) -> None:
+        """A piece of the prefill, or the next token."""
+        sequence = turn.sequence
+        try:
+            entry = await self._compute(turn)
+        except Exception as failure:  # whatever a model may do; the next request may go well
+            log.exception("inference_failed", request_id=sequence.request_id)
+            entry = _failed(sequence, failure)
+        if sequence.is_finished:
+            await self._end_turn(sequence, entry)
+        elif entry is not None and self.migrating.is_stopping:
+            await self._hand_over(entry)
+        elif entry is not None:
             await self._publish(sequence.request.router_id, entry)
 
+    async def _compute(self, turn: _Turn) -> TokenEntry | None:
+        """What is new, if anything: not after a piece of prefill, and not of a request that was aborted meanwhile."""
+        sequence = turn.sequence
+        end = next(turn.ends, None)
+        if end is not None:
+            await self._thread.run(self._engine.prefill, sequence, end)
+            return None
+        token = await self._thread.run(self._engine.decode, sequence)
+        entry = sequence.advance(token, time.monotonic())
+        if entry is not None:
+            model_id = sequence.request.model_id
+            if entry.prefill_s is not None:
+                metrics.PREFILL_SECONDS.labels(model_id).observe(entry.prefill_s)
+            metrics.TOKENS.labels(model_id).inc(token is not None)
+        return entry
+
+    async def _end_turn(self, sequence: Sequence, last: TokenEntry | None) -> None:
+        """The running request has finished; `last` is what it still has to say, if anybody listens."""
+        # Before the end is said: whoever hears it may at once ask for the place, or for the slot.
+        self._turn = None
+        self._requests.end_turn()
+        outputs = self.migrating.on_requests_ended()
+        self._note_change()
+        if last is not None:
+            await self._say_last(sequence, last)
+        await self.migrating.say(outputs)
+        await self._thread.run(self._engine.forget, sequence.request_id)
+
+    async def _hand_over(self, unsaid: TokenEntry | None) -> None:
+        """Every request ends here and goes on elsewhere. `unsaid` is what the last step brought."""
+        moved, stopped = self.migrating.stop()
+        if self._turn is not None:
+            self._turn = None
+            self._requests.end_turn()
+        # First of all the routers: their clients wait.
+        for sequence in moved:
+            is_last_step = unsaid is not None and unsaid.request_id == sequence.request_id
+            position = unsaid.position if unsaid is not None and is_last_step else sequence.position
+            await self._say_last(sequence, sequence.entry(position))
+        await self.migrating.say([stopped])
+        self._note_change()
+        for sequence in moved:
+            self.resuming.drop(sequence.request_id)
+
     async def _after_abort(self, ended: Iterable[Sequence]) -> None:
+        outputs = self.migrating.on_requests_ended()
         for sequence in ended:
+            if self._turn is None or sequence is not self._turn.sequence:
+                # It never had its turn, but perhaps it was resumed here.
+                self.resuming.drop(sequence.request_id)
             await self._say_last(sequence, sequence.entry(sequence.position))
         self._note_change()
+        await self.migrating.say(outputs)
 
     async def _say_last(self, sequence: Sequence, entry: TokenEntry) -> None:
         assert entry.finish_reason is not None
@@ -177,5 +257,5 @@ def _failed(sequence: Sequence, failure: Exception) -> TokenEntry | None:
         return None
     reason = f"{type(failure).__name__}: {failure}"
     error = InferenceLost(reason=reason, output_tokens=sequence.position)
-    sequence.finish(FinishReason.FAILED, time.monotonic(), error_reply(error))
+    sequence.finish(FinishReason.FAILED, time.monotonic(), error=error_reply(error))
     return sequence.entry(sequence.position)

@@ -27,3 +27,25 @@ BIND_SECONDS = telemetry.histogram(
 FRAMES_LOST = telemetry.counter(
     "whimbrel_gpu_worker_lost_frames_total", "Token frames that could not be sent; routers ask for them again."
 )
+
+# A gap of a few tokens is handed over; a first round may find as many as were generated during a long prefill.
+GAP_BUCKETS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 987)
+
+MIGRATION_ROUNDS = telemetry.counter(
+    "whimbrel_worker_migration_rounds_total", "Rounds that this worker completed as a source."
+)
+MIGRATION_GAP_TOKENS = telemetry.histogram(
+    "whimbrel_worker_migration_gap_tokens", "Tokens that were generated during a round.", buckets=GAP_BUCKETS
+)
+MIGRATION_SENT_TOKENS = telemetry.counter(
+    "whimbrel_worker_migration_sent_tokens_total", "Tokens that this worker sent as a source, 4 bytes each."
+)
+MIGRATION_MOVED_REQUESTS = telemetry.counter(
+    "whimbrel_worker_migration_moved_requests_total", "Requests that went on elsewhere."
+)
+MIGRATION_RESUMED_TOKENS = telemetry.counter(
+    "whimbrel_worker_migration_resumed_tokens_total", "Tokens of other workers' requests that were computed here."
+)
+MIGRATION_RESUME_SECONDS = telemetry.histogram(
+    "whimbrel_worker_migration_resume_seconds", "Computing what one round brought."
+)

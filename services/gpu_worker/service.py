@@ -10,20 +10,26 @@ from collections.abc import Callable
 import structlog
 from whimbrel.chassis.bus import Bus, NatsBus, Received
 from whimbrel.chassis.heartbeat import HEARTBEAT_S, HEARTBEATS_MISSED_MAX, Heart
-from whimbrel.wire.errors import Conflict, ProtocolError, StaleEpoch, Unavailable, WhimbrelError
+from whimbrel.wire.errors import Conflict, InstanceGone, ProtocolError, StaleEpoch, Unavailable, WhimbrelError
 from whimbrel.wire.messages import (
+    AbandonMigration,
     AbortInference,
     Ack,
     ActivateInstance,
     AgentHeartbeat,
     AttachInstance,
     DetachInstance,
+    HandOver,
+    InferenceResumed,
     Message,
+    MigrateInstance,
     PrepareInstance,
     ResendTokens,
+    ResumeInference,
     RouterHeartbeat,
     SchedulerHeartbeat,
     StartInference,
+    StartRound,
     UnloadInstance,
     UnloadRefused,
     WorkerHeartbeat,
@@ -31,12 +37,12 @@ from whimbrel.wire.messages import (
 )
 
 from services.gpu_worker.config import WorkerConfig
-from services.gpu_worker.core.instance import WORKER_STATES
+from services.gpu_worker.core.instance import SERVING, WORKER_STATES, State
 from services.gpu_worker.core.routers import Routers
 from services.gpu_worker.core.sequence import check_request
 from services.gpu_worker.devices import Device
 from services.gpu_worker.engine_thread import EngineThread
-from services.gpu_worker.engines.engine import Engine
+from services.gpu_worker.engines.engine import Engine, Limits
 from services.gpu_worker.inference import Inference
 from services.gpu_worker.presence import PresenceClient
 from services.gpu_worker.slot import Slot
@@ -95,13 +101,14 @@ class WorkerService:
             group,
             epoch=self._epoch,
             tell=self._tell_scheduler,
-            on_change=self._heart.beat,
+            on_change=self._on_slot_change,
         )
         self._inference = Inference(
             config,
             self._bus,
             engine,
             self._thread,
+            tell=self._tell_scheduler,
             on_idle=self._slot.end_of_requests,
             on_change=self._heart.beat,
         )
@@ -162,6 +169,13 @@ class WorkerService:
                     await self._tell_scheduler(UnloadRefused(instance_id=message.instance_id))
             case DetachInstance():
                 await self._slot.unload(message, is_idle=self._inference.active == 0)
+            case MigrateInstance() | StartRound() | HandOver() | AbandonMigration():
+                self._obey(message.scheduler_epoch)
+                await self._migrate(message)
+            case InferenceResumed():
+                await self._inference.migrating.on_resumed(message)
+            case ResumeInference():
+                await self._inference.resuming.resume(message, self._serving)
             case _:
                 raise ProtocolError(size_bytes=0, reason=f"{type(message).__name__} is no command to a worker")
         await self._bus.reply(received.reply_to, Ack())
@@ -173,9 +187,37 @@ class WorkerService:
         if self._is_stopping:
             raise Unavailable(what=f"worker {self._config.server_id}/{self._config.slot}, which is stopping,")
         await self._hear_router(message.router_id, message.router_epoch)
-        limits = self._slot.serving(message.instance_id)
-        check_request(message, context_tokens=limits.context_tokens, vocabulary_size=limits.vocabulary_size)
-        await self._inference.start(message)
+        limits = self._serving(message.instance_id)
+        request = self._inference.resuming.complete(message)
+        check_request(request, context_tokens=limits.context_tokens, vocabulary_size=limits.vocabulary_size)
+        await self._inference.start(request)
+
+    def _serving(self, instance_id: str) -> Limits:
+        """What the instance can take. Raises InstanceGone when it is not here, not ready, or on its way elsewhere."""
+        limits = self._slot.serving(instance_id)
+        if self._inference.migrating.migration_id is not None:
+            raise InstanceGone(instance_id=instance_id)
+        return limits
+
+    async def _migrate(self, message: MigrateInstance | StartRound | HandOver | AbandonMigration) -> None:
+        migrating = self._inference.migrating
+        match message:
+            case MigrateInstance():
+                await migrating.migrate(message, is_here=self._slot.has_requests_of(message.instance_id))
+            case StartRound():
+                await migrating.start_round(message)
+            case HandOver():
+                await migrating.hand_over(message)
+            case AbandonMigration():
+                migrating.abandon(message)
+                self._inference.resuming.abandon(message.migration_id)
+
+    def _on_slot_change(self) -> None:
+        self._heart.beat()
+        if self._slot.state is not State.READY:
+            self._inference.resuming.clear()
+        if self._slot.state not in SERVING:
+            self._inference.migrating.leave()
 
     async def _on_router(self, received: Received) -> None:
         if isinstance(received.message, RouterHeartbeat):
@@ -213,6 +255,7 @@ class WorkerService:
             for router_id in self._routers.take_lost(now):
                 await self._inference.abort_router(router_id)
             self._inference.expire()
+            await self._inference.migrating.tick()
 
     async def _tell_scheduler(self, message: Message) -> None:
         """The heartbeat says the same thing, in case this is lost."""
@@ -236,4 +279,5 @@ class WorkerService:
             instance_id=None if instance is None else instance.instance_id,
             model_id=None if instance is None else instance.model_id,
             active_requests=self._inference.active,
+            migration_id=self._inference.migrating.migration_id,
         )

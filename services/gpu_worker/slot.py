@@ -27,7 +27,7 @@ from services.gpu_worker import metrics
 from services.gpu_worker.announcements import Announcements
 from services.gpu_worker.chunks import LentChunks, read_config
 from services.gpu_worker.config import WorkerConfig
-from services.gpu_worker.core.instance import LEAVING, Instance, State, Work
+from services.gpu_worker.core.instance import LEAVING, SERVING, Instance, State, Work
 from services.gpu_worker.core.instance_events import (
     Emptied,
     Event,
@@ -92,6 +92,11 @@ class Slot:
             raise InstanceGone(instance_id=instance_id)
         assert self._limits is not None
         return self._limits
+
+    def has_requests_of(self, instance_id: str) -> bool:
+        """Whether requests of this instance may run here."""
+        instance = self._instance
+        return instance is not None and instance.instance_id == instance_id and instance.state in SERVING
 
     async def prepare(self, message: PrepareInstance) -> None:
         instance = await self._instance_for(message.instance_id, message.model_id)

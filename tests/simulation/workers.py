@@ -1,5 +1,5 @@
-"""Owns the simulated GPU worker: the real cores of the service (instance, requests, sequence, routers), driven as its
-shell drives them, around an engine that only takes time."""
+"""Owns the simulated GPU worker: the real cores of the service (instance here, the others in `inferences`), driven as
+its shell drives them, around an engine that only takes time."""
 
 from __future__ import annotations
 
@@ -9,27 +9,33 @@ from collections.abc import Callable
 from whimbrel.wire.codec import error_reply
 from whimbrel.wire.errors import Conflict, InstanceGone, LoadFailed, Unavailable, WhimbrelError
 from whimbrel.wire.messages import (
+    AbandonMigration,
     AbortInference,
     Ack,
     ActivateInstance,
     AttachInstance,
     AttachInstanceReply,
     DetachInstance,
+    HandOver,
+    InferenceResumed,
     InstanceBecameReady,
     InstanceEnded,
     Message,
+    MigrateInstance,
     PrepareInstance,
     ResendTokens,
+    ResumeInference,
     RouterHeartbeat,
     SchedulerHeartbeat,
     StartInference,
+    StartRound,
     UnloadInstance,
     UnloadRefused,
     WorkerHeartbeat,
     WorkerState,
 )
 
-from services.gpu_worker.core.instance import LEAVING, WORKER_STATES, Instance, State, Work
+from services.gpu_worker.core.instance import LEAVING, SERVING, WORKER_STATES, Instance, State, Work
 from services.gpu_worker.core.instance_events import (
     Emptied,
     Event,
@@ -111,6 +117,7 @@ class SimWorker(Peer):
             instance_id=None if instance is None else instance.instance_id,
             model_id=None if instance is None else instance.model_id,
             active_requests=self.inferences.active,
+            migration_id=self.inferences.rounds.migration_id,
         )
 
     # Commands.
@@ -160,6 +167,23 @@ class SimWorker(Peer):
                     self.tell_scheduler(UnloadRefused(instance_id=message.instance_id))
             case DetachInstance():
                 await self._unload(message.instance_id, may_drain=True)
+            case MigrateInstance():
+                self.obey(message.scheduler_epoch)
+                is_here = self.instance is not None and self.instance.instance_id == message.instance_id
+                self.inferences.migrate(message, is_here=is_here and self.state in SERVING)
+            case StartRound():
+                self.obey(message.scheduler_epoch)
+                self.inferences.start_round(message)
+            case HandOver():
+                self.obey(message.scheduler_epoch)
+                self.inferences.hand_over(message)
+            case AbandonMigration():
+                self.obey(message.scheduler_epoch)
+                self.inferences.abandon(message)
+            case ResumeInference():
+                self.inferences.resume(message)
+            case InferenceResumed():
+                self.inferences.on_resumed(message)
             case _:
                 raise AssertionError(f"{message} is no command to a worker")
         return Ack()
@@ -240,6 +264,7 @@ class SimWorker(Peer):
                         error=None if instance.error is None else error_reply(instance.error),
                     )
                 )
+        self.inferences.follow(self.state)
         self.beat()
 
     def perform(self, seconds: float, done: Callable[[], None]) -> None:
@@ -261,6 +286,7 @@ class SimWorker(Peer):
 
     def _empty(self, instance: Instance) -> None:
         self.holding.give_back(but_current=False)
+        self.inferences.kv_caches.clear()
         self.instance = None
         self._ended.append(instance.instance_id)
         self._do(instance, instance.on(Emptied(), self.now))
@@ -268,7 +294,7 @@ class SimWorker(Peer):
 
     def check_serving(self, instance_id: str) -> None:
         """Raises InstanceGone when this instance takes no request."""
-        if self._the(instance_id).state is not State.READY:
+        if self._the(instance_id).state is not State.READY or self.inferences.rounds.migration_id is not None:
             raise InstanceGone(instance_id=instance_id)
 
     def end_of_requests(self) -> None:

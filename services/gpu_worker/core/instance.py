@@ -147,6 +147,9 @@ WORKER_STATES: dict[State, WorkerState] = {
 # States in which the chunks are mapped.
 MAPPED = frozenset({State.ATTACHED, State.BINDING, State.BOUND, State.ACTIVATING, State.READY, State.DRAINING})
 
+# States in which requests may run.
+SERVING = frozenset({State.READY, State.DRAINING})
+
 # States of an instance on its way out, which takes nothing new.
 LEAVING = frozenset({State.DRAINING, State.UNLOADING})
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from whimbrel.wire.errors import InferenceLost, QueueFull, StaleEpoch
-from whimbrel.wire.messages import FinishReason, StartInference, TokenEntry
+from whimbrel.wire.messages import FinishReason, Moved, StartInference, TokenEntry
 
 from services.gpu_worker.core.sequence import Sequence
 
@@ -33,10 +33,20 @@ class Requests:
         """Running and waiting requests."""
         return len(self._waiting) + (self._running is not None)
 
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that have their turn, and more tokens to come."""
+        return [] if self._running is None or self._running.is_finished else [self._running]
+
     def knows(self, request_id: str, epoch: int) -> bool:
         """Whether this start of a request runs, waits, or has ended here lately."""
         sequence = self._by_id.get(request_id)
         return sequence is not None and sequence.epoch == epoch
+
+    def is_active(self, request_id: str) -> bool:
+        """Whether some start of a request runs or waits."""
+        sequence = self._by_id.get(request_id)
+        return sequence is not None and not sequence.is_finished
 
     def start(self, request: StartInference, now: float) -> Sequence | None:
         """Let a request wait its turn; None when it is known already, for starting twice is starting once.
@@ -97,6 +107,13 @@ class Requests:
             self._end(sequence, now)
         return ended
 
+    def move(self, moved: Callable[[Sequence], Moved], now: float) -> list[Sequence]:
+        """End everything because it goes on elsewhere: where, `moved` says. The running one still ends its turn."""
+        ended = list(self._active())
+        for sequence in ended:
+            self._end(sequence, now, FinishReason.MOVED, moved(sequence))
+        return ended
+
     def resend(self, request_id: str, epoch: int, position: int) -> tuple[TokenEntry | None, str]:
         """Everything of a request from `position` on, None when that is nothing yet; and the router it is for.
 
@@ -123,8 +140,14 @@ class Requests:
             yield self._running
         yield from list(self._waiting)
 
-    def _end(self, sequence: Sequence, now: float) -> None:
-        sequence.finish(FinishReason.ABORTED, now)
+    def _end(
+        self,
+        sequence: Sequence,
+        now: float,
+        reason: FinishReason = FinishReason.ABORTED,
+        moved: Moved | None = None,
+    ) -> None:
+        sequence.finish(reason, now, moved=moved)
         if sequence in self._waiting:
             self._waiting.remove(sequence)
             self._keep(sequence)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Tokens
 
 from whimbrel.wire.codec import pack_tokens, unpack_tokens
 from whimbrel.wire.errors import ContextLengthExceeded, InvalidRequest
-from whimbrel.wire.messages import ErrorReply, FinishReason, StartInference, TokenEntry
+from whimbrel.wire.messages import ErrorReply, FinishReason, Moved, StartInference, TokenEntry
 
 
 class Sequence:
@@ -24,6 +24,9 @@ class Sequence:
         self.prompt_tokens = request.prompt_tokens
         self.finish_reason: FinishReason | None = None
         self.error: ErrorReply | None = None
+        self.moved: Moved | None = None
+        # So many of its first tokens were computed here before it started, while it ran elsewhere.
+        self.computed = 0
         self.finished_at: float | None = None
         self._stop_tokens = frozenset(request.stop_tokens)
         self._first_position = len(tokens) - request.prompt_tokens
@@ -45,6 +48,15 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def may_share(self) -> bool:
+        """Whether it may go on from what was computed for another request that begins with the same tokens.
+
+        How a prompt is cut into passes shows in the last bits, and decoding in 16 bits makes much of them. A greedy
+        answer hardly cares; a seeded sample has to be the same whatever was asked before.
+        """
+        return self.request.sampling.temperature == 0
 
     def is_stop(self, token: int) -> bool:
         return token in self._stop_tokens
@@ -71,12 +83,16 @@ class Sequence:
                 self.finish(FinishReason.LENGTH, now)
         return self.entry(position)
 
-    def finish(self, reason: FinishReason, now: float, error: ErrorReply | None = None) -> None:
+    def finish(
+        self, reason: FinishReason, now: float, *, error: ErrorReply | None = None, moved: Moved | None = None
+    ) -> None:
         """The end. Finishing twice keeps the first reason."""
+        assert (reason is FinishReason.MOVED) == (moved is not None)
         if self.is_finished:
             return
         self.finish_reason = reason
         self.error = error
+        self.moved = moved
         self.finished_at = now
 
     def entry(self, position: int) -> TokenEntry:
@@ -96,6 +112,7 @@ class Sequence:
             queue_s=self.queue_s if is_first else None,
             prefill_s=self.prefill_s if is_first else None,
             error=self.error,
+            moved=self.moved,
         )
 
     @property
@@ -135,4 +152,4 @@ def check_request(request: StartInference, *, context_tokens: int, vocabulary_si
 def prefill_ends(sequence: Sequence, piece_tokens_max: int) -> range:
     """Where each piece of the prefill but the last ends. The last one, which gives the first token, is at least one
     token long and at most `piece_tokens_max`."""
-    return range(piece_tokens_max, len(sequence.tokens), piece_tokens_max)
+    return range(sequence.computed + piece_tokens_max, len(sequence.tokens), piece_tokens_max)

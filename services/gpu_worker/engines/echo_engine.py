@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.gpu_worker.engines.engine import EngineError, Limits, PartitionMemory
+from services.gpu_worker.engines.engine import EngineError, Known, Limits, PartitionMemory
 
 if TYPE_CHECKING:
     from ckptio import Index
@@ -62,16 +62,24 @@ class EchoEngine:
     def activate(self) -> None:
         time.sleep(self._costs.load_s)
 
-    def prefill(self, sequence: Sequence, end: int) -> None:
-        self._compute(sequence, end)
+    def prefill(self, known: Known, end: int) -> None:
+        missing = end - self._computed.get(known.request_id, 0)
+        if missing > 0:
+            time.sleep(missing * self._costs.prefill_s_per_token)
+            self._computed[known.request_id] = end
 
     def decode(self, sequence: Sequence) -> int | None:
         position = sequence.position
         if position >= sequence.prompt_tokens:
             return None
-        if self._computed.get(sequence.request_id, 0) >= sequence.prompt_tokens:
+        computed = self._computed.get(sequence.request_id, 0)
+        missing = len(sequence.tokens) - computed
+        if computed >= sequence.prompt_tokens:
             time.sleep(self._costs.decode_s)
-        self._compute(sequence, len(sequence.tokens))
+        # One token alone is a decode, which has its own price.
+        if missing > 1 or computed < sequence.prompt_tokens:
+            time.sleep(missing * self._costs.prefill_s_per_token)
+        self._computed[sequence.request_id] = len(sequence.tokens)
         return sequence.tokens[position]
 
     def forget(self, request_id: str) -> None:
@@ -79,10 +87,3 @@ class EchoEngine:
 
     def unload(self) -> None:
         self._computed.clear()
-
-    def _compute(self, sequence: Sequence, end: int) -> None:
-        """Prefill what is missing. One token alone is a decode, which has its own price."""
-        missing = end - self._computed.get(sequence.request_id, 0)
-        if missing > 1 or end <= sequence.prompt_tokens:
-            time.sleep(missing * self._costs.prefill_s_per_token)
-        self._computed[sequence.request_id] = end

@@ -42,6 +42,18 @@ class Limits:
     vocabulary_size: int
 
 
+class Known(Protocol):
+    """The known tokens of a request, here or elsewhere; they only ever become more."""
+
+    request_id: str
+    tokens: list[int]
+
+    @property
+    def may_share(self) -> bool:
+        """Whether its KV cache may begin with that of another request."""
+        ...
+
+
 class Engine(Protocol):
     """One model at a time. Every method but `name` is called in the engine's own thread, one after another.
 
@@ -65,8 +77,9 @@ class Engine(Protocol):
     def activate(self) -> None:
         """Every byte is in place now: do what has to read them before the first request."""
 
-    def prefill(self, sequence: Sequence, end: int) -> None:
-        """Fill the KV cache of a sequence with its tokens up to index `end`."""
+    def prefill(self, known: Known, end: int) -> None:
+        """Fill the request's KV cache with its tokens up to index `end`, as far as they are not in it yet. Whoever has
+        these tokens under the same request id afterwards goes on from there."""
 
     def decode(self, sequence: Sequence) -> int | None:
         """Compute all tokens that are not in the KV cache yet, and choose the next; None when the output ends here."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from services.gpu_worker.core.sampling import choose_token
-from services.gpu_worker.engines.engine import EngineError, Limits, PartitionMemory, Precision
+from services.gpu_worker.engines.engine import EngineError, Known, Limits, PartitionMemory, Precision
 from services.gpu_worker.engines.partition_tensors import partition_tensors
 from services.gpu_worker.engines.prefixes import LastPrefix
 from services.gpu_worker.engines.prewarming import prewarm
@@ -48,7 +48,7 @@ class TransformersEngine:
         self._spread: Spread | None = None
         self._dtype = torch.float32
         self._arguments: dict[str, Any] = {}
-        self._kv_caches: dict[str, tuple[Sequence, DynamicCache]] = {}
+        self._kv_caches: dict[str, tuple[Known, DynamicCache]] = {}
         self._last_prefix = LastPrefix()
 
     def prewarm(self) -> None:
@@ -85,8 +85,10 @@ class TransformersEngine:
         assert self._skeleton is not None
         self._skeleton.convert(self._dtype, is_widening)
 
-    def prefill(self, sequence: Sequence, end: int) -> None:
-        self._compute(sequence, end)
+    def prefill(self, known: Known, end: int) -> None:
+        _, cache = self._kv_caches.get(known.request_id, (known, None))
+        if cache is None or cache.get_seq_length() < end:
+            self._compute(known, end)
 
     def decode(self, sequence: Sequence) -> int | None:
         logits = self._compute(sequence, len(sequence.tokens))
@@ -100,9 +102,9 @@ class TransformersEngine:
         return None if sequence.is_stop(token) else token
 
     def forget(self, request_id: str) -> None:
-        sequence, cache = self._kv_caches.pop(request_id, (None, None))
-        if sequence is not None and cache is not None:
-            self._last_prefix.keep(sequence.tokens, cache)
+        known, cache = self._kv_caches.pop(request_id, (None, None))
+        if known is not None and cache is not None:
+            self._last_prefix.keep(known.tokens, cache)
 
     def unload(self) -> None:
         self._kv_caches.clear()
@@ -136,33 +138,31 @@ class TransformersEngine:
             raise EngineError(f"weights of dtype {own} cannot be computed with; convert the model to bfloat16")
         return _COMPUTABLE[own]
 
-    def _common_prefix(self, sequence: Sequence, end: int) -> DynamicCache | None:
-        """What the last request has computed of this one; for greedy requests only.
-
-        How a prompt is cut into passes shows in the last bits, and decoding in 16 bits makes much of them. A greedy
-        answer hardly cares; a seeded sample has to be the same whatever was asked before.
-        """
-        if sequence.request.sampling.temperature > 0:
-            return None
-        return self._last_prefix.take(sequence.tokens[:end])
+    def _kv_cache(self, known: Known, end: int) -> DynamicCache:
+        """What was computed of these tokens already: for the request itself, or for the last one that began like it."""
+        assert self._skeleton is not None
+        _, cache = self._kv_caches.get(known.request_id, (known, None))
+        if cache is None and known.may_share:
+            cache = self._last_prefix.take(known.tokens[:end])
+        return DynamicCache(config=self._skeleton.model.config) if cache is None else cache
 
     @torch.inference_mode()
-    def _compute(self, sequence: Sequence, end: int) -> NDArray[np.float32]:
+    def _compute(self, known: Known, end: int) -> NDArray[np.float32]:
         """Run the tokens that the KV cache lacks; the logits after the last of them, shape (vocabulary size,)."""
         assert self._skeleton is not None
         assert self._spread is not None
         model = self._skeleton.model
-        _, cache = self._kv_caches.get(sequence.request_id, (sequence, None))
-        if cache is None:
-            cache = self._common_prefix(sequence, end) or DynamicCache(config=model.config)
-            self._kv_caches[sequence.request_id] = sequence, cache
-        tokens = sequence.tokens[cache.get_seq_length() : end]
+        cache = self._kv_cache(known, end)
+        # Of whoever computed last, because what was resumed for another worker may have been started here since.
+        self._kv_caches[known.request_id] = known, cache
+        tokens = known.tokens[cache.get_seq_length() : end]
+        assert tokens, "a KV cache holds more than the tokens that are known"
         try:
             inputs = torch.tensor([tokens], device=self._spread.device)
             output = model(inputs, **{self._arguments["cache"]: cache}, **self._arguments["fixed"])
         except BaseException:
             # Some layers have seen these tokens and others have not: nobody may go on from this cache.
-            del self._kv_caches[sequence.request_id]
+            del self._kv_caches[known.request_id]
             raise
         logits: NDArray[np.float32] = output.logits[0, -1].float().cpu().numpy()
         return logits

@@ -33,7 +33,8 @@ from whimbrel.wire.messages import (
 from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.core.sequence import Sequence
 from services.gpu_worker.engines.echo_engine import EchoCosts, EchoEngine
-from services.gpu_worker.engines.engine import Engine
+from services.gpu_worker.engines.engine import Engine, Precision
+from services.gpu_worker.engines.transformers_engine import TransformersEngine
 from services.gpu_worker.service import WorkerService
 from tests.unit.gpu_worker.builders import Lender, a_request
 from tests.unit.gpu_worker.tiny_models import TinyModel
@@ -44,23 +45,28 @@ M = TypeVar("M", bound=Message)
 ANSWER_S_MAX = 20.0
 
 
-class SteppedEngine(EchoEngine):
-    """The echo, except that each step waits until the test allows it. `unload` and the like do not wait."""
+class Stepped:
+    """An engine each of whose steps waits until the test allows it. `unload` and the like do not wait."""
 
-    def __init__(self) -> None:
-        super().__init__(EchoCosts())
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._allowed = threading.Semaphore(0)
+        self._begun = threading.Semaphore(0)
         self._steps = threading.Semaphore(0)
+        self.decodes = 0
         self.failure: Exception | None = None
 
     def allow(self, steps: int = 1) -> None:
-        self._allowed.release(steps)
+        for _ in range(steps):
+            self._allowed.release()
 
     def decode(self, sequence: Sequence) -> int | None:
+        self._begun.release()
         assert self._allowed.acquire(timeout=ANSWER_S_MAX), "no step was allowed"
         if self.failure is not None:
             raise self.failure
-        token = super().decode(sequence)
+        self.decodes += 1
+        token: int | None = super().decode(sequence)  # type: ignore[misc]
         self._steps.release()
         return token
 
@@ -69,9 +75,25 @@ class SteppedEngine(EchoEngine):
         for _ in range(steps):
             assert self._steps.acquire(timeout=ANSWER_S_MAX), "a step was not taken"
 
+    def wait_for_begun(self, steps: int) -> None:
+        """Returns when so many steps have begun since the last call; blocks."""
+        for _ in range(steps):
+            assert self._begun.acquire(timeout=ANSWER_S_MAX), "a step was not begun"
+
+
+class SteppedEngine(Stepped, EchoEngine):
+    def __init__(self, costs: EchoCosts | None = None) -> None:
+        super().__init__(costs or EchoCosts())
+
+
+class SteppedModel(Stepped, TransformersEngine):
+    def __init__(self) -> None:
+        super().__init__(precision=Precision.FLOAT32, threads=1)
+
 
 class Outside:
-    """The scheduler, the agent and two routers, in so far as this worker has to do with them."""
+    """The scheduler, the agent and two routers, in so far as this worker has to do with them. What another worker on
+    the same hub says of itself is not heard."""
 
     def __init__(self, hub: InMemoryHub, config: WorkerConfig, lender: Lender, model: TinyModel) -> None:
         self.hub = hub
@@ -93,6 +115,8 @@ class Outside:
             await self.bus.subscribe(pattern, self._hear)
 
     async def _hear(self, received: Received) -> None:
+        if getattr(received.message, "server_id", self.config.server_id) != self.config.server_id:
+            return
         async with self._news:
             self.heard.append(received.message)
             self._news.notify_all()
@@ -186,11 +210,12 @@ async def a_worker(
     *,
     clock: Callable[[], float] | None = None,
     stop: asyncio.Event | None = None,
+    hub: InMemoryHub | None = None,
     **changes: Any,
 ) -> AsyncIterator[Outside]:
     """A running worker with the echo engine, or `engine`; it has left without a trace when the block ends."""
     config = a_config(**changes)
-    hub = InMemoryHub()
+    hub = hub or InMemoryHub()
     outside = Outside(hub, config, lender, model)
     await outside.listen()
     stop = stop or asyncio.Event()
@@ -204,7 +229,7 @@ async def a_worker(
             yield outside
         finally:
             stop.set()
-            if isinstance(engine, SteppedEngine):
+            if isinstance(engine, Stepped):
                 engine.allow(10_000)
             await serving
             await outside.bus.drain()

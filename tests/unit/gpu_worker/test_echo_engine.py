@@ -79,6 +79,18 @@ def test_costs_are_slept_where_a_real_engine_would_work(monkeypatch: pytest.Monk
     assert slept == [3.0, 1.5, 0.5, 0.125, 0.125, 2.5, 0.125]
 
 
+def test_what_was_computed_already_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a real engine: a round costs its own tokens, and a start what is left."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    engine = EchoEngine(EchoCosts(prefill_s_per_token=0.5, decode_s=0.125))
+    sequence = a_sequence(prompt=(5, 6, 7, 8), output=(5, 6), output_tokens_max=3)
+    for end in (4, 5, 5, 3):
+        engine.prefill(sequence, end)
+    assert answer(sequence, engine) == [5, 6, 7]
+    assert slept == [2.0, 0.5, 0.125]
+
+
 def test_it_never_imports_torch() -> None:
     code = (
         "import sys; import services.gpu_worker.__main__ as worker;"

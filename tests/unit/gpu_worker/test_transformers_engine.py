@@ -16,9 +16,11 @@ import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from whimbrel.wire.messages import Sampling
+from whimbrel.wire.codec import pack_tokens
+from whimbrel.wire.messages import ResumeInference, Sampling
 
 from services.gpu_worker.chunks import LentChunks
+from services.gpu_worker.core.resumptions import Resumption, Resumptions
 from services.gpu_worker.core.sequence import Sequence, prefill_ends
 from services.gpu_worker.engines.engine import EngineError, Precision
 from services.gpu_worker.engines.prefixes import ANEW_TOKENS_MIN, PREFIX_TOKENS_MIN
@@ -356,3 +358,43 @@ def test_a_prefix_is_not_carried_over_to_another_model(lender: Lender, tiny_mode
     for name in ("llama", "opt", "llama"):
         with loaded(engine, lender, tiny_models[name]):
             assert answer(engine, asked(sampling=NO_END)) == expected(tiny_models[name])
+
+
+def resumption_of(tokens: tuple[int, ...]) -> Resumption:
+    message = ResumeInference(
+        migration_id="m1",
+        instance_id="inst-1",
+        source_server_id="server-1",
+        source_slot=3,
+        request_id="req-1",
+        position=0,
+        tokens=pack_tokens(tokens),
+    )
+    resumptions = Resumptions()
+    resumptions.hear(message, 0.0)
+    resumption = resumptions.next()
+    assert resumption is not None
+    return resumption
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_goes_on_from_what_was_computed_while_it_ran_elsewhere(
+    temperature: float, lender: Lender, tiny_models: Models
+) -> None:
+    """G6: its tokens go through the model once, and nothing that was computed for others comes into it."""
+    prompt = tuple(range(10, 40))
+    sampling = Sampling(temperature=temperature, seed=3, logit_bias={2: -1e9})
+    with loaded(an_engine(), lender, tiny_models["llama"]) as engine:
+        whole = answer(engine, asked(prompt=prompt, sampling=sampling))
+        assert engine._skeleton is not None
+        lengths: list[int] = []
+        engine._skeleton.model.register_forward_pre_hook(lambda _, arguments: lengths.append(arguments[0].shape[1]))
+        resumption = resumption_of((*prompt, *whole[:3]))
+        for end in (16, 20, 32):
+            engine.prefill(resumption, end)
+        sequence = asked(prompt=prompt, output=tuple(whole[:4]), sampling=sampling)
+        # What is there already costs nothing.
+        engine.prefill(sequence, 20)
+        assert answer(engine, sequence) == whole
+        assert lengths == [16, 4, 12, 2, *[1] * 5]
+        assert engine._kv_caches == {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import structlog
 from whimbrel.chassis.bus import Bus
 from whimbrel.wire.errors import Cancelled, WhimbrelError
-from whimbrel.wire.events import RequestFailed, RequestFinished
+from whimbrel.wire.events import RequestFailed, RequestFinished, RequestSwitched
 
 from services.router import metrics
+from services.router.core.requests import Switch
 from services.router.outputs import Begun
 from services.router.streams import Stream
 
@@ -19,6 +20,8 @@ async def settle(stream: Stream, bus: Bus, router_id: str, now: float) -> None:
     request, specification = stream.request, stream.specification
     duration_s = now - request.created_at
     metrics.REQUESTS.labels(_outcome(stream), "cold" if request.is_cold else "warm").inc()
+    if request.switch is not None:
+        metrics.SWITCHES.labels(request.switch.kind, _outcome(stream)).inc()
     if stream.output.finish_reason is not None and stream.output.begun is not None:
         times = stream.output.begun.times
         metrics.FIRST_TOKEN.labels(times.tier).observe(times.first_token_s)
@@ -63,6 +66,34 @@ async def settle(stream: Stream, bus: Bus, router_id: str, now: float) -> None:
         output_tokens=stream.output.output_tokens,
         duration_s=round(duration_s, 4),
     )
+
+
+def note_switched(stream: Stream, switch: Switch, server_id: str, router_id: str) -> RequestSwitched:
+    """The first token after a switch is here. Before the first of all there is no pause that a client could see."""
+    request, progress = stream.request, stream.progress
+    pause_s = progress.pause_s if switch.output_tokens else 0.0
+    metrics.SWITCHES.labels(switch.kind, "resumed").inc()
+    if switch.output_tokens:
+        metrics.PAUSE.labels(switch.kind).observe(pause_s)
+    event = RequestSwitched(
+        request_id=request.request_id,
+        model_id=request.model_id,
+        router_id=router_id,
+        server_id=server_id,
+        reason=f"{switch.kind}: {switch.reason}",
+        output_tokens=switch.output_tokens,
+        pause_s=pause_s,
+    )
+    log.info(
+        "request_switched",
+        request_id=request.request_id,
+        model_id=request.model_id,
+        server_id=event.server_id,
+        reason=event.reason,
+        output_tokens=event.output_tokens,
+        pause_s=round(pause_s, 4),
+    )
+    return event
 
 
 def _outcome(stream: Stream) -> str:

@@ -28,6 +28,9 @@ class RouterConfig:
     cold_start_s_max: float = 300.0
     # Between two tokens of a running stream.
     idle_s_max: float = 60.0
+    # Without a token on a worker that lives: then the stream goes on elsewhere. Longer than the slowest step of a large
+    # model on a CPU, and short enough that a client still waits.
+    stalled_s_max: float = 10.0
     # Without any answer of the scheduler; long enough for it to be restarted.
     unanswered_s_max: float = 15.0
     # The age of the oldest waiting request at which /readyz turns red.
@@ -41,7 +44,8 @@ class RouterConfig:
             raise ConfigError("WB_ROUTER_ID", error.reason) from None
         if "://" not in self.repository_url:
             raise ConfigError("WB_REPOSITORY_URL", f"{self.repository_url!r} is no URL; write file:///path")
-        for name in ("cold_start_s_max", "idle_s_max", "unanswered_s_max", "oldest_wait_s_max", "requests_max"):
+        times = ("cold_start_s_max", "idle_s_max", "stalled_s_max", "unanswered_s_max", "oldest_wait_s_max")
+        for name in (*times, "requests_max"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"WB_{name.upper()}", "must be above 0")
         if not 0 <= self.http_port < 2**16:

@@ -33,7 +33,8 @@ from whimbrel.wire.messages import (
 
 from services.router import accounts, metrics
 from services.router.config import RouterConfig
-from services.router.core.requests import RequestState
+from services.router.core.progress import Verdict
+from services.router.core.requests import Switch
 from services.router.core.routes import RouteTable
 from services.router.core.workers import WorkerWatch
 from services.router.notes import Notes
@@ -95,6 +96,11 @@ class Dispatch:
         del self._streams[stream.request.request_id]
         await accounts.settle(stream, self._bus, self.speaker.router_id, time.monotonic())
 
+    def tell_switched(self, stream: Stream, switch: Switch, server_id: str) -> None:
+        """The stream goes on at another instance."""
+        event = accounts.note_switched(stream, switch, server_id, self.speaker.router_id)
+        self.spawn(self._bus.publish_event(event))
+
     async def ask_scheduler(self, message: Message, reply: type[M], timeout_s: float) -> M:
         """The scheduler's reply; raises its error, or Unavailable."""
         answer = await self._bus.request(self._bus.subjects.to_scheduler(message), message, timeout_s)
@@ -122,6 +128,11 @@ class Dispatch:
         for stream in self._waiting(route.model_id):
             stream.on_route(stages, now)
 
+    def expect_route(self, route: Route, now: float) -> None:
+        """A request of ours goes on there, so that the loss of it must reach us; the scheduler will tell of it."""
+        self.routes.expect(route)
+        self._workers.expect((route.server_id, route.slot), now)
+
     # What the bus says.
 
     async def on_command(self, received: Received) -> None:
@@ -143,9 +154,8 @@ class Dispatch:
         now = time.monotonic()
         for entry in frame.entries:
             stream = self._streams.get(entry.request_id)
-            if stream is not None:
-                stream.on_entry(entry, now)
-            elif entry.finish_reason is None:
+            is_wanted = stream is not None and stream.on_entry(entry, now) is not Verdict.OLD_EPOCH
+            if not is_wanted and entry.finish_reason is None:
                 self._on_stray(frame, entry, now)
 
     async def on_worker_heartbeat(self, received: Received) -> None:
@@ -168,17 +178,18 @@ class Dispatch:
         if heartbeat.epoch > self.scheduler_epoch:
             self.scheduler_epoch = heartbeat.epoch
             self._are_routes_wanted = True
-            self._doubt_all(RequestState.WAITING, now)
+            for stream in self._waiting():
+                stream.on_doubt(now)
             for callback in self.on_new_scheduler:
                 callback()
 
     def on_reconnect(self) -> None:
         """The bus was away: whatever was said meanwhile is lost."""
         now = time.monotonic()
-        self._workers.forgive(now)
+        self._forgive(now)
         self._are_routes_wanted = True
-        for state in (RequestState.WAITING, RequestState.STARTING, RequestState.STREAMING):
-            self._doubt_all(state, now)
+        for stream in self._streams.values():
+            stream.on_doubt(now)
 
     # Loops.
 
@@ -188,7 +199,7 @@ class Dispatch:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             if not self._bus.is_connected:
-                self._workers.forgive(now)
+                self._forgive(now)
             for worker in self._workers.take_lost(now):
                 self._on_worker_lost(worker, "its worker is silent", now)
             for stream in list(self._streams.values()):
@@ -212,9 +223,9 @@ class Dispatch:
         )
 
     def oldest_wait_s(self) -> float:
-        """The age of the oldest request without an instance; 0 when there is none."""
+        """How long the oldest request without an instance has needed one; 0 when there is none."""
         now = time.monotonic()
-        return max((now - stream.request.created_at for stream in self._waiting()), default=0.0)
+        return max((now - stream.request.waiting_since for stream in self._waiting()), default=0.0)
 
     def scheduler_silent_s(self) -> float | None:
         """How long nothing was heard of the scheduler; None when nothing ever was."""
@@ -231,7 +242,7 @@ class Dispatch:
         return [
             stream
             for stream in self._streams.values()
-            if stream.request.state is RequestState.WAITING and model_id in (None, stream.request.model_id)
+            if stream.request.is_waiting and model_id in (None, stream.request.model_id)
         ]
 
     def _on_route_removed(self, removed: RouteRemoved) -> None:
@@ -258,8 +269,8 @@ class Dispatch:
         error = error_of(failed.error)
         for request_id in failed.request_ids:
             stream = self._streams.get(request_id)
-            if stream is not None and stream.request.state is RequestState.WAITING:
-                stream.on_failed(error)
+            if stream is not None:
+                stream.on_not_placed(error)
 
     def _on_stray(self, frame: TokenFrame, entry: TokenEntry, now: float) -> None:
         """Tokens that nobody waits for: the worker did not hear the abort."""
@@ -272,10 +283,11 @@ class Dispatch:
         abort = AbortInference(request_id=entry.request_id, epoch=entry.epoch)
         self.notes.tell_worker((frame.server_id, frame.slot), abort)
 
-    def _doubt_all(self, state: RequestState, now: float) -> None:
+    def _forgive(self, now: float) -> None:
+        """What nobody could say meanwhile is held against nobody."""
+        self._workers.forgive(now)
         for stream in self._streams.values():
-            if stream.request.state is state:
-                stream.on_doubt(now)
+            stream.request.forgive(now)
 
     async def _get_routes(self) -> None:
         message = GetRoutes(router_id=self.speaker.router_id)

@@ -92,6 +92,7 @@ class Inference:
             sampling=resolve_sampling(params.choices, text.settings.defaults, secrets.randbelow(SEED_MAX)),
             stops=params.stops,
             arrived_at=arrived_at,
+            may_fail_over=params.may_fail_over,
         )
 
 

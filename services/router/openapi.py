@@ -63,6 +63,12 @@ _TYPES: dict[str, Json] = {
     "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
     "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 10},
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+    "failover": {
+        "type": "boolean",
+        "default": True,
+        "description": "not OpenAI's: whether the answer goes on elsewhere, after a pause, when its instance is lost; "
+        "with false it ends with inference_lost",
+    },
 }
 assert _TYPES.keys() == HONOURED
 

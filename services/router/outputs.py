@@ -112,7 +112,7 @@ class Output:
         return None
 
     def _wait(self, request: Request) -> Waiting:
-        if request.state is RequestState.WAITING:
+        if request.is_waiting:
             return Waiting(stage=str(request.waiting_for or "placement"), remaining_s=request.remaining_s)
         return Waiting(stage="first token" if self.begun is None else "next token", remaining_s=None)
 
@@ -124,5 +124,5 @@ class Output:
             prefill_s=progress.prefill_s,
             first_token_s=first_token_at - self._arrived_at,
         )
-        assert request.route is not None, "tokens came from an instance"
-        return Begun(times=times, server_id=request.route.server_id)
+        assert request.server_id, "tokens came from an instance"
+        return Begun(times=times, server_id=request.server_id)

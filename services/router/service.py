@@ -135,6 +135,7 @@ class RouterService:
             cold_start_s=self.config.cold_start_s_max,
             idle_s=self.config.idle_s_max,
             unanswered_s=self.config.unanswered_s_max,
+            stalled_s=self.config.stalled_s_max,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

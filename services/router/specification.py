@@ -16,6 +16,7 @@ from whimbrel.wire.messages import (
 )
 
 from services.router.core.progress import Progress
+from services.router.core.requests import Request
 from services.router.texts import ModelText
 
 
@@ -40,16 +41,20 @@ class Specification:
     sampling: Sampling
     stops: tuple[str, ...]
     arrived_at: float
+    may_fail_over: bool = True
 
-    def place(self, speaker: Speaker, now: float) -> PlaceModel:
+    def place(self, speaker: Speaker, request: Request, now: float) -> PlaceModel:
         return PlaceModel(
             request_id=self.request_id,
             model_id=self.model_id,
             router_id=speaker.router_id,
-            waited_s=now - self.arrived_at,
+            waited_s=now - request.waiting_since,
         )
 
-    def start(self, speaker: Speaker, route: Route, epoch: int) -> StartInference:
+    def start(
+        self, speaker: Speaker, route: Route, epoch: int, output: list[int], base_tokens: int = 0
+    ) -> StartInference:
+        """Go on after `output`; so many of all its tokens are computed there already."""
         return StartInference(
             request_id=self.request_id,
             epoch=epoch,
@@ -57,11 +62,12 @@ class Specification:
             router_epoch=speaker.epoch,
             instance_id=route.instance_id,
             model_id=self.model_id,
-            tokens=pack_tokens(self.tokens),
+            tokens=pack_tokens([*self.tokens, *output][base_tokens:]),
             prompt_tokens=len(self.tokens),
             output_tokens_max=self.output_tokens_max,
             stop_tokens=self.text.settings.stop_tokens,
             sampling=self.sampling,
+            base_tokens=base_tokens,
         )
 
     def started(self, speaker: Speaker, route: Route) -> InferenceStarted:
@@ -83,15 +89,19 @@ class Specification:
         )
 
     def finished(self, speaker: Speaker, route: Route, progress: Progress) -> InferenceFinished:
-        """R5, M3: the request left this instance."""
+        """R5, M3: the request left this instance; the numbers are those of its stay there.
+
+        A prefill that computed more or less than the prompt says nothing of prompts, and stays untold.
+        """
+        start = progress.start
         return InferenceFinished(
             request_id=self.request_id,
             router_id=speaker.router_id,
             instance_id=route.instance_id,
             model_id=self.model_id,
             prompt_tokens=len(self.tokens),
-            output_tokens=progress.position,
-            duration_s=progress.duration_s,
-            token_s=progress.token_s,
-            prefill_s=progress.prefill_s or None,
+            output_tokens=start.output_tokens,
+            duration_s=start.duration_s,
+            token_s=start.token_s,
+            prefill_s=start.prefill_s or None if start.prefill_tokens == len(self.tokens) else None,
         )

@@ -1,7 +1,7 @@
 """Owns one request's life in the shell: it places, starts, follows and leaves, and yields what the client is to see.
 
-`Stream.items()` is the only task that waits on behalf of the request. What happens elsewhere (frames, routes, the
-clock) calls the `on_…` methods, which change the state at once and wake it.
+`Stream.items()` is the client's task, and a client may read slowly. What happens elsewhere (frames, routes, the clock)
+calls the `on_…` methods: they change the state and let be said what follows at once, and wake that task.
 """
 
 from __future__ import annotations
@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING
 
 import structlog
 from whimbrel.wire.codec import error_of
-from whimbrel.wire.errors import InferenceLost, InstanceGone, InternalError, ProtocolError, Unavailable, WhimbrelError
+from whimbrel.wire.errors import (
+    InferenceLost,
+    InstanceGone,
+    InternalError,
+    ProtocolError,
+    QueueFull,
+    Unavailable,
+    WhimbrelError,
+)
 from whimbrel.wire.messages import (
     AbortInference,
     CancelPlacement,
     FinishReason,
+    Moved,
     PlaceModelReply,
     ResendTokens,
     Route,
@@ -28,7 +37,7 @@ from whimbrel.wire.messages import (
 
 from services.router import metrics
 from services.router.core.progress import Progress, Verdict
-from services.router.core.requests import Due, Limits, Request, RequestState
+from services.router.core.requests import Due, Limits, Request, RequestState, Switch, SwitchKind
 from services.router.outputs import Item, Output
 from services.router.specification import Specification
 
@@ -56,6 +65,7 @@ class Stream:
             model_id=specification.model_id,
             limits=limits,
             now=specification.arrived_at,
+            may_fail_over=specification.may_fail_over,
         )
         self.progress = Progress(epoch=0, now=specification.arrived_at)
         text = specification.text
@@ -79,8 +89,8 @@ class Stream:
         """
         self._dispatch.add(self)
         try:
+            self._advance(time.monotonic())
             while self.output.finish_reason is None:
-                await self._advance()
                 item = self.output.next(self.request, self.progress, time.monotonic())
                 if self.output.is_stopped:
                     self._end_early()
@@ -96,24 +106,34 @@ class Stream:
 
     # What the rest of the router tells.
 
-    def on_entry(self, entry: TokenEntry, now: float) -> None:
+    def on_entry(self, entry: TokenEntry, now: float) -> Verdict:
         """Tokens arrived, or the same ones again."""
+        position = self.progress.position
         verdict = self.progress.accept(entry, now) if self.request.is_running else Verdict.DUPLICATE
         metrics.ENTRIES.labels(verdict).inc()
         if verdict is Verdict.GAP:
             self._resend_soon(now)
         elif verdict is Verdict.ACCEPTED:
             self._mark_accepted()
-            if self.progress.position > 0:
-                self.request.on_tokens(now)
+            if self.progress.position > position:
+                self._on_tokens(now)
             if self.progress.finish is not None:
                 self._on_finish(self.progress.finish, now)
             self._wake.set()
+        return verdict
 
     def on_route(self, stages: Stages | None, now: float) -> None:
         """An instance of the model can be used."""
-        if self.request.state is RequestState.WAITING:
+        if self.request.is_waiting:
             self.request.on_placed(stages, now)
+            self._advance(now)
+
+    def on_not_placed(self, error: WhimbrelError) -> None:
+        """There will be no instance."""
+        if self.request.is_waiting:
+            log.info("placement_failed", request_id=self.request.request_id, code=error.code, reason=str(error))
+            self._let_go()
+            self.request.on_not_placed(error)
             self._wake.set()
 
     def on_failed(self, error: WhimbrelError) -> None:
@@ -124,15 +144,16 @@ class Stream:
         self.request.on_error(error)
         self._wake.set()
 
-    def on_instance_lost(self, reason: str, now: float) -> None:
-        """Whatever ran the request is gone."""
+    def on_instance_lost(self, reason: str, now: float, *, avoided_s: float | None = None) -> None:
+        """Whatever ran the request is gone, or of no use."""
         if not self.request.is_running:
             return
         metrics.STARTS_LOST.inc()
         log.info("inference_lost", request_id=self.request.request_id, reason=reason, tokens=self.progress.position)
         self._leave_instance(is_aborted=True)
-        self.request.on_lost(reason, self.progress.position, now)
-        self._wake.set()
+        switch = self.request.switch
+        self.request.on_lost(reason, self.progress.position, now, avoided_s=avoided_s)
+        self._try_on(switch, now)
 
     def on_doubt(self, now: float) -> None:
         """The instance is said to be gone, or messages may have been lost: ask those who know."""
@@ -140,59 +161,95 @@ class Stream:
             self._resend_soon(now)
         else:
             self.request.ask_again()
-            self._wake.set()
+            self._advance(now)
 
     def on_tick(self, now: float) -> None:
         """Time has passed."""
-        due = self.request.due(now)
-        if due is Due.PLACE:
-            self._place_soon(now)
-        elif due is Due.RESEND:
-            self._resend_soon(now)
-        elif due is not None:
-            self.on_failed(due)
+        match self.request.due(now):
+            case Due.PLACE:
+                self._advance(now)
+            case Due.RESEND:
+                self._resend_soon(now)
+            case Due.FAIL_OVER:
+                stalled_s = self.request.limits.stalled_s
+                # It gets as long to come round as it took to be noticed.
+                self.on_instance_lost(f"its worker sent no token for {stalled_s:g} s", now, avoided_s=stalled_s)
+            case WhimbrelError() as error:
+                self.on_failed(error)
         if self.output.is_sign_due(now):
             self._wake.set()
 
     # Waiting and starting.
 
-    async def _advance(self) -> None:
+    def _advance(self, now: float) -> None:
         """While the request has no instance: start it on one, or see that one is being asked for."""
-        while self.request.state is RequestState.WAITING:
-            now = time.monotonic()
-            route = self._dispatch.routes.choose(self.request.model_id, self.request.usable_at(now))
-            if route is None:
-                self.on_tick(now)
-                return
-            await self._start(route, now)
+        if not self.request.is_waiting:
+            return
+        route = self._dispatch.routes.choose(self.request.model_id, self.request.usable_at(now))
+        if route is not None:
+            self._start(route, 0, now)
+        elif self.request.due(now) is Due.PLACE:
+            self._place_soon(now)
 
-    async def _start(self, route: Route, now: float) -> None:
+    def _start(self, route: Route, base_tokens: int, now: float) -> None:
+        """Go on at an instance that has computed so many of the request's tokens already."""
         self.request.on_route(route, now)
         epoch = self.request.epoch
-        self.progress = Progress(epoch=epoch, now=now)
-        self._is_accepted = False
+        self._is_accepted = self._is_resending = False
         self._dispatch.routes.acquire(route.instance_id)
         if epoch == 1 and not self.request.is_cold:
             metrics.OVERHEAD.observe(now - self.specification.arrived_at)
-        message = self.specification.start(self._dispatch.speaker, route, epoch)
+        tokens = len(self.specification.tokens) + self.progress.position
+        self.progress.restart(epoch, tokens - base_tokens, now)
+        self._dispatch.spawn(self._ask_start(route, epoch, base_tokens))
+
+    async def _ask_start(self, route: Route, epoch: int, base_tokens: int) -> None:
+        if not self._is_at(epoch):
+            return
+        output = self.progress.tokens
+        message = self.specification.start(self._dispatch.speaker, route, epoch, output, base_tokens)
         try:
             await self._dispatch.ask_worker(route, message, START_S_MAX)
         except WhimbrelError as error:
-            if self.request.epoch == epoch and self.request.state is RequestState.STARTING:
+            if not self._is_at(epoch) or not self.request.is_starting:
+                return
+            if isinstance(error, InferenceLost) and base_tokens:
+                log.info("tokens_not_resumed", request_id=self.request.request_id, reason=str(error))
+                self.progress.start.prefill_tokens += base_tokens
+                await self._ask_start(route, epoch, 0)
+            else:
                 self._on_start_failed(route, error)
         else:
-            if self.request.epoch == epoch and self.request.is_running:
+            if self._is_at(epoch):
                 self._mark_accepted()
 
+    def _is_at(self, epoch: int) -> bool:
+        """Whether that start is still the one that counts."""
+        return self.request.epoch == epoch and self.request.is_running
+
     def _on_start_failed(self, route: Route, error: WhimbrelError) -> None:
-        """Gone or silent: the route is of no use until somebody says it again. Any other answer is the request's."""
+        """Gone or silent: the route is of no use until somebody says it again. Any other answer is the request's; but
+        one that has begun does not end because a worker is busy."""
         log.info("start_refused", request_id=self.request.request_id, code=error.code, reason=str(error))
-        if isinstance(error, InstanceGone | Unavailable):
+        is_useless = isinstance(error, InstanceGone | Unavailable)
+        if is_useless:
             self._dispatch.routes.remove(route.instance_id)
+        is_switching = self.request.state is RequestState.SWITCHING
+        if is_useless or (is_switching and isinstance(error, InferenceLost | QueueFull)):
+            now = time.monotonic()
             self._leave_instance(is_aborted=isinstance(error, Unavailable))
-            self.request.on_refused(time.monotonic())
+            switch = self.request.switch
+            self.request.on_refused(str(error), self.progress.position, now)
+            self._try_on(switch, now)
         else:
             self.on_failed(error)
+
+    def _try_on(self, switch: Switch | None, now: float) -> None:
+        """Elsewhere, after the instance was lost or refused; `switch` was going on before that."""
+        if switch is not None and switch.kind is SwitchKind.MIGRATION and not self.request.is_over:
+            metrics.SWITCHES.labels(switch.kind, "failed_over").inc()
+        self._advance(now)
+        self._wake.set()
 
     def _place_soon(self, now: float) -> None:
         if not self._is_placing:
@@ -202,19 +259,19 @@ class Stream:
 
     async def _place(self) -> None:
         request, epoch = self.request, self.request.epoch
-        message = self.specification.place(self._dispatch.speaker, time.monotonic())
+        message = self.specification.place(self._dispatch.speaker, request, time.monotonic())
         try:
-            if request.state is not RequestState.WAITING:
+            if not request.is_waiting:
                 return
             reply = await self._dispatch.ask_scheduler(message, PlaceModelReply, PLACE_S_MAX)
-            if request.state is RequestState.WAITING and request.epoch == epoch:
+            if request.is_waiting and request.epoch == epoch:
                 self._on_placed(reply, time.monotonic())
         except Unavailable as error:
             log.info("placement_unanswered", request_id=request.request_id, reason=str(error))
             request.on_unanswered(error)
         except WhimbrelError as error:
-            if request.state is RequestState.WAITING and request.epoch == epoch:
-                self.on_failed(error)
+            if request.epoch == epoch:
+                self.on_not_placed(error)
         finally:
             self._is_placing = False
 
@@ -222,10 +279,17 @@ class Stream:
         if reply.route is None:
             self.request.on_waiting(reply.waiting_for, reply.remaining_s, now)
         else:
-            self.on_route(reply.stages, now)
+            self.request.on_placed(reply.stages, now)
             self._dispatch.learn_route(reply.route, reply.stages or Stages(tier=Tier.GPU))
 
     # Running.
+
+    def _on_tokens(self, now: float) -> None:
+        switch = self.request.switch
+        self.request.on_tokens(now)
+        if switch is not None:
+            assert self.request.route is not None
+            self._dispatch.tell_switched(self, switch, self.request.route.server_id)
 
     def _on_finish(self, entry: TokenEntry, now: float) -> None:
         match entry.finish_reason:
@@ -234,8 +298,23 @@ class Stream:
                 self.request.on_ended()
             case FinishReason.FAILED:
                 self.on_failed(_error_of(entry))
+            case FinishReason.MOVED if entry.moved is not None:
+                self._on_moved(entry.moved, now)
             case _:
                 self.on_instance_lost("the worker ended the request", now)
+
+    def _on_moved(self, moved: Moved, now: float) -> None:
+        """G8, G10: it goes on at the destination, which has computed most of its tokens."""
+        source, route = self.request.route, moved.route
+        assert source is not None
+        log.info("inference_moved", request_id=self.request.request_id, instance_id=route.instance_id)
+        self._leave_instance(is_aborted=False)
+        reason = f"from {source.server_id}/{source.slot} to {route.server_id}/{route.slot}"
+        self.request.on_handed_over(reason, self.progress.position, now)
+        self._dispatch.expect_route(route, now)
+        # A start has a token at least to begin with: what the destination knows of them anyway, it does not mind.
+        known = len(self.specification.tokens) + self.progress.position
+        self._start(route, min(moved.base_tokens, known - 1), now)
 
     def _resend_soon(self, now: float) -> None:
         self.request.on_heard(now)
@@ -248,6 +327,8 @@ class Stream:
 
     async def _resend(self, route: Route, epoch: int) -> None:
         """Ask for everything from the next position on; an answer that there is nothing means that it is lost."""
+        if not self._is_at(epoch):
+            return
         message = ResendTokens(request_id=self.request.request_id, epoch=epoch, position=self.progress.position)
         reason: str | None = None
         try:
@@ -257,17 +338,17 @@ class Stream:
             reason = None if route.instance_id in self._dispatch.routes else str(error)
         except WhimbrelError as error:
             reason = error.reason if isinstance(error, InferenceLost) else str(error)
-        finally:
+        if self._is_at(epoch):
             self._is_resending = False
-        if reason is not None and self.request.epoch == epoch:
-            self.on_instance_lost(reason, time.monotonic())
+            if reason is not None:
+                self.on_instance_lost(reason, time.monotonic())
 
     # Leaving.
 
     def _end_early(self) -> None:
-        """A stop string was found here; the worker does not know of it."""
-        if self.request.is_running:
-            self._leave_instance(is_aborted=True)
+        """A stop string was found here; nobody else knows of it."""
+        if not self.request.is_over:
+            self._let_go()
             self.request.on_ended()
 
     def _mark_accepted(self) -> None:

@@ -22,7 +22,7 @@ from whimbrel.wire.messages import (
     WorkerHeartbeat,
 )
 
-from services.router.core.requests import RequestState
+from services.router.core.progress import Verdict
 from services.router.core.routes import RouteTable
 from services.router.core.workers import WorkerWatch
 from tests.simulation.network import Call, Network
@@ -61,7 +61,7 @@ class SimRouter(Peer):
     def request(self, request_id: str, model_id: str, output_tokens: int) -> SimStream:
         """A client comes."""
         stream = self.streams[request_id] = SimStream(self, request_id, model_id, output_tokens)
-        stream.wake()
+        stream.advance()
         return stream
 
     def remove(self, stream: SimStream) -> None:
@@ -69,7 +69,7 @@ class SimRouter(Peer):
             stream.ended_s = self.now
 
     def heartbeat(self) -> RouterHeartbeat:
-        waiting = self._in_state(RequestState.WAITING)
+        waiting = self._waiting()
         parts = (
             InstanceActivity(
                 instance_id=stream.request.route.instance_id,
@@ -85,15 +85,19 @@ class SimRouter(Peer):
             epoch=self.epoch,
             active=self.routes.activity(parts),
             waiting_requests=len(waiting),
-            oldest_wait_s=max((self.now - stream.request.created_at for stream in waiting), default=0.0),
+            oldest_wait_s=max((self.now - stream.request.waiting_since for stream in waiting), default=0.0),
         )
 
     def learn_route(self, route: Route, stages: Stages) -> None:
         self.routes.add(route)
         self.workers.expect((route.server_id, route.slot), self.now)
-        for stream in self._in_state(RequestState.WAITING):
+        for stream in self._waiting():
             if stream.request.model_id == route.model_id:
                 stream.on_route(stages)
+
+    def expect_route(self, route: Route) -> None:
+        self.routes.expect(route)
+        self.workers.expect((route.server_id, route.slot), self.now)
 
     def hear(self, message: Message, call: Call | None) -> None:
         match message:
@@ -109,17 +113,16 @@ class SimRouter(Peer):
                 self._forget_route(instance_id)
             case PlacementFailed(request_ids=request_ids, error=error):
                 for stream in [self.streams[k] for k in request_ids if k in self.streams]:
-                    if stream.request.state is RequestState.WAITING:
-                        stream.on_failed(error_of(error))
+                    stream.on_not_placed(error_of(error))
             case _:
                 raise AssertionError(f"{message} is not for a router")
 
     def _on_frame(self, frame: TokenFrame) -> None:
         for entry in frame.entries:
             stream = self.streams.get(entry.request_id)
-            if stream is not None:
-                stream.on_entry(entry)
-            elif entry.finish_reason is None and self.now - self._strays.get(entry.request_id, 0.0) >= ABORT_EVERY_S:
+            if stream is not None and stream.on_entry(entry) is not Verdict.OLD_EPOCH:
+                continue
+            if entry.finish_reason is None and self.now - self._strays.get(entry.request_id, 0.0) >= ABORT_EVERY_S:
                 self._strays[entry.request_id] = self.now
                 abort = AbortInference(request_id=entry.request_id, epoch=entry.epoch)
                 self.network.send(self, ("worker", frame.server_id, frame.slot), abort)
@@ -135,7 +138,7 @@ class SimRouter(Peer):
         if heartbeat.epoch > self.scheduler_epoch:
             self.scheduler_epoch = heartbeat.epoch
             self._are_routes_wanted = True
-            for stream in self._in_state(RequestState.WAITING):
+            for stream in self._waiting():
                 stream.on_doubt()
             self.beat()
 
@@ -156,6 +159,8 @@ class SimRouter(Peer):
     def _tick(self) -> None:
         if self.cut_until_s > self.now:
             self.workers.forgive(self.now)
+            for stream in self.streams.values():
+                stream.request.forgive(self.now)
         for worker in self.workers.take_lost(self.now):
             self._on_worker_lost(worker, "its worker is silent")
         for stream in list(self.streams.values()):
@@ -176,5 +181,5 @@ class SimRouter(Peer):
                 self.learn_route(added.route, added.stages)
         self._is_asking_routes = False
 
-    def _in_state(self, state: RequestState) -> list[SimStream]:
-        return [stream for stream in self.streams.values() if stream.request.state is state]
+    def _waiting(self) -> list[SimStream]:
+        return [stream for stream in self.streams.values() if stream.request.is_waiting]

@@ -6,13 +6,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whimbrel.wire.codec import error_of, pack_tokens
-from whimbrel.wire.errors import InferenceLost, InstanceGone, InternalError, Unavailable, WhimbrelError
+from whimbrel.wire.errors import (
+    Conflict,
+    InferenceLost,
+    InstanceGone,
+    InternalError,
+    LoadFailed,
+    ModelNotFound,
+    QueueFull,
+    Unavailable,
+    WhimbrelError,
+)
 from whimbrel.wire.messages import (
     AbortInference,
     CancelPlacement,
     FinishReason,
     InferenceFinished,
     InferenceStarted,
+    Moved,
     PlaceModel,
     PlaceModelReply,
     ResendTokens,
@@ -25,7 +36,7 @@ from whimbrel.wire.messages import (
 )
 
 from services.router.core.progress import Progress, Verdict
-from services.router.core.requests import Due, Limits, Request, RequestState
+from services.router.core.requests import LOSSES_MAX, Due, Limits, Request, RequestState
 from tests.simulation.inferences import token_of
 from tests.simulation.peers import SCHEDULER
 
@@ -35,7 +46,7 @@ if TYPE_CHECKING:
 PLACE_S_MAX, START_S_MAX, RESEND_S_MAX = 2.0, 2.0, 1.0
 RESEND_GAP_S = 0.05
 PROMPT = (1, 2, 3, 4, 5)
-LIMITS = Limits(cold_start_s=240.0, idle_s=60.0, unanswered_s=60.0)
+LIMITS = Limits(cold_start_s=240.0, idle_s=60.0, unanswered_s=60.0, stalled_s=10.0)
 
 
 class SimStream:
@@ -48,6 +59,7 @@ class SimStream:
         self.progress = Progress(epoch=0, now=router.now)
         self.got: list[int] = []
         self.ended_s: float | None = None
+        self.losses = 0
         self._is_accepted = self._is_placing = self._is_resending = False
         self._resent_at = 0.0
 
@@ -60,7 +72,7 @@ class SimStream:
         return self.request.state is RequestState.FINISHED
 
     def wake(self) -> None:
-        """The client reads; a request without an instance is started on one, or one is asked for."""
+        """The client reads; one that has begun to gets all, unless the model is deleted or is lost too often."""
         request, fresh = self.request, self.progress.tokens[len(self.got) :]
         for token in fresh:
             expected = token_of(request.request_id, len(self.got))
@@ -70,33 +82,48 @@ class SimStream:
         assert len(self.got) <= self.output_tokens, f"{request.request_id}: more tokens than asked for"
         if self.is_done:
             assert len(self.got) == self.output_tokens, f"{request.request_id}: ended without all of its tokens"
+        if self.got and request.error is not None and not isinstance(request.error, ModelNotFound | Conflict):
+            assert self.losses >= LOSSES_MAX, f"{request.request_id}: {request.error}"
         if request.is_over:
             self.router.remove(self)
-        elif request.state is RequestState.WAITING:
-            route = self.router.routes.choose(request.model_id, request.usable_at(self.router.now))
-            if route is None:
-                self.on_tick()
-            else:
-                self.router.spawn(self._start(route))
+
+    def advance(self) -> None:
+        """A request without an instance is started on one, or one is asked for."""
+        request = self.request
+        if not request.is_waiting:
+            return
+        route = self.router.routes.choose(request.model_id, request.usable_at(self.router.now))
+        if route is not None:
+            self._start(route, 0)
+        elif request.due(self.router.now) is Due.PLACE:
+            self._place_soon()
 
     # What the rest of the router tells.
 
-    def on_entry(self, entry: TokenEntry) -> None:
-        now = self.router.now
+    def on_entry(self, entry: TokenEntry) -> Verdict:
+        now, position = self.router.now, self.progress.position
         verdict = self.progress.accept(entry, now) if self.request.is_running else Verdict.DUPLICATE
         if verdict is Verdict.GAP:
             self._resend_soon()
         elif verdict is Verdict.ACCEPTED:
             self._mark_accepted()
-            if self.progress.position > 0:
+            if self.progress.position > position:
                 self.request.on_tokens(now)
             if self.progress.finish is not None:
                 self._on_finish(self.progress.finish)
             self.wake()
+        return verdict
 
     def on_route(self, stages: Stages | None) -> None:
-        if self.request.state is RequestState.WAITING:
+        if self.request.is_waiting:
             self.request.on_placed(stages, self.router.now)
+            self.advance()
+
+    def on_not_placed(self, error: WhimbrelError) -> None:
+        if self.request.is_waiting:
+            self.losses += isinstance(error, LoadFailed | Unavailable)
+            self._let_go()
+            self.request.on_not_placed(error)
             self.wake()
 
     def on_failed(self, error: WhimbrelError) -> None:
@@ -105,10 +132,12 @@ class SimStream:
             self.request.on_error(error)
             self.wake()
 
-    def on_instance_lost(self, reason: str) -> None:
+    def on_instance_lost(self, reason: str, *, avoided_s: float | None = None) -> None:
         if self.request.is_running:
+            self.losses += 1
             self._leave_instance(is_aborted=True)
-            self.request.on_lost(reason, self.progress.position, self.router.now)
+            self.request.on_lost(reason, self.progress.position, self.router.now, avoided_s=avoided_s)
+            self.advance()
             self.wake()
 
     def on_doubt(self) -> None:
@@ -116,16 +145,18 @@ class SimStream:
             self._resend_soon()
         else:
             self.request.ask_again()
-            self.wake()
+            self.advance()
 
     def on_tick(self) -> None:
-        due = self.request.due(self.router.now)
-        if due is Due.PLACE:
-            self._place_soon()
-        elif due is Due.RESEND:
-            self._resend_soon()
-        elif due is not None:
-            self.on_failed(due)
+        match self.request.due(self.router.now):
+            case Due.PLACE:
+                self.advance()
+            case Due.RESEND:
+                self._resend_soon()
+            case Due.FAIL_OVER:
+                self.on_instance_lost("its worker stands still", avoided_s=LIMITS.stalled_s)
+            case WhimbrelError() as error:
+                self.on_failed(error)
 
     def leave(self) -> None:
         """The client goes."""
@@ -136,13 +167,17 @@ class SimStream:
 
     # Waiting and starting.
 
-    async def _start(self, route: Route) -> None:
+    def _start(self, route: Route, base_tokens: int) -> None:
         router, request = self.router, self.request
         request.on_route(route, router.now)
-        epoch = request.epoch
-        self.progress = Progress(epoch=epoch, now=router.now)
-        self._is_accepted = False
+        self._is_accepted = self._is_resending = False
         router.routes.acquire(route.instance_id)
+        tokens = len(PROMPT) + self.progress.position
+        self.progress.restart(request.epoch, tokens - base_tokens, router.now)
+        router.spawn(self._ask_start(route, request.epoch, base_tokens))
+
+    async def _ask_start(self, route: Route, epoch: int, base_tokens: int) -> None:
+        router, request = self.router, self.request
         message = StartInference(
             request_id=request.request_id,
             epoch=epoch,
@@ -150,26 +185,39 @@ class SimStream:
             router_epoch=router.epoch,
             instance_id=route.instance_id,
             model_id=request.model_id,
-            tokens=pack_tokens(PROMPT),
+            tokens=pack_tokens([*PROMPT, *self.progress.tokens][base_tokens:]),
             prompt_tokens=len(PROMPT),
             output_tokens_max=self.output_tokens,
             stop_tokens=(),
             sampling=Sampling(temperature=0.0),
+            base_tokens=base_tokens,
         )
         try:
             await router.network.request(router, ("worker", route.server_id, route.slot), message, START_S_MAX)
         except WhimbrelError as error:
-            if request.epoch == epoch and request.state is RequestState.STARTING:
+            if not self._is_at(epoch) or not request.is_starting:
+                return
+            if isinstance(error, InferenceLost) and base_tokens:
+                self.progress.start.prefill_tokens += base_tokens
+                await self._ask_start(route, epoch, 0)
+            else:
                 self._on_start_failed(route, error)
         else:
-            if request.epoch == epoch and request.is_running:
+            if self._is_at(epoch):
                 self._mark_accepted()
 
+    def _is_at(self, epoch: int) -> bool:
+        return self.request.epoch == epoch and self.request.is_running
+
     def _on_start_failed(self, route: Route, error: WhimbrelError) -> None:
-        if isinstance(error, InstanceGone | Unavailable):
+        is_useless = isinstance(error, InstanceGone | Unavailable)
+        if is_useless:
             self.router.routes.remove(route.instance_id)
+        is_switching = self.request.state is RequestState.SWITCHING
+        if is_useless or (is_switching and isinstance(error, InferenceLost | QueueFull)):
             self._leave_instance(is_aborted=isinstance(error, Unavailable))
-            self.request.on_refused(self.router.now)
+            self.request.on_refused(str(error), self.progress.position, self.router.now)
+            self.advance()
             self.wake()
         else:
             self.on_failed(error)
@@ -186,7 +234,7 @@ class SimStream:
             request_id=request.request_id,
             model_id=request.model_id,
             router_id=router.router_id,
-            waited_s=router.now - request.created_at,
+            waited_s=router.now - request.waiting_since,
         )
         try:
             reply = await router.network.request(router, SCHEDULER, message, PLACE_S_MAX)
@@ -194,17 +242,17 @@ class SimStream:
             self._is_placing = False
             if isinstance(error, Unavailable):
                 request.on_unanswered(error)
-            elif request.state is RequestState.WAITING and request.epoch == epoch:
-                self.on_failed(error)
+            elif request.epoch == epoch:
+                self.on_not_placed(error)
             return
         self._is_placing = False
         assert isinstance(reply, PlaceModelReply)
-        if request.state is not RequestState.WAITING or request.epoch != epoch:
+        if not request.is_waiting or request.epoch != epoch:
             return
         if reply.route is None:
             request.on_waiting(reply.waiting_for, reply.remaining_s, router.now)
         else:
-            self.on_route(reply.stages)
+            request.on_placed(reply.stages, router.now)
             router.learn_route(reply.route, reply.stages or Stages(tier=Tier.GPU))
 
     # Running.
@@ -216,8 +264,17 @@ class SimStream:
                 self.request.on_ended()
             case FinishReason.FAILED:
                 self.on_failed(error_of(entry.error) if entry.error else InternalError(service="gpu_worker"))
+            case FinishReason.MOVED if entry.moved is not None:
+                self._on_moved(entry.moved)
             case _:
                 self.on_instance_lost("the worker ended the request")
+
+    def _on_moved(self, moved: Moved) -> None:
+        self._leave_instance(is_aborted=False)
+        self.request.on_handed_over("migration", self.progress.position, self.router.now)
+        self.router.expect_route(moved.route)
+        known = len(PROMPT) + self.progress.position
+        self._start(moved.route, min(moved.base_tokens, known - 1))
 
     def _resend_soon(self) -> None:
         now = self.router.now
@@ -238,9 +295,10 @@ class SimStream:
             reason = None if route.instance_id in router.routes else str(error)
         except WhimbrelError as error:
             reason = error.reason if isinstance(error, InferenceLost) else str(error)
-        self._is_resending = False
-        if reason is not None and self.request.epoch == epoch:
-            self.on_instance_lost(reason)
+        if self._is_at(epoch):
+            self._is_resending = False
+            if reason is not None:
+                self.on_instance_lost(reason)
 
     # Leaving.
 
@@ -259,7 +317,7 @@ class SimStream:
             )
 
     def _leave_instance(self, *, is_aborted: bool) -> None:
-        router, request, route = self.router, self.request, self.request.route
+        router, request, route, start = self.router, self.request, self.request.route, self.progress.start
         assert route is not None
         assert request.is_running
         router.routes.release(route.instance_id)
@@ -274,10 +332,10 @@ class SimStream:
                     instance_id=route.instance_id,
                     model_id=request.model_id,
                     prompt_tokens=len(PROMPT),
-                    output_tokens=self.progress.position,
-                    duration_s=self.progress.duration_s,
-                    token_s=self.progress.token_s,
-                    prefill_s=self.progress.prefill_s or None,
+                    output_tokens=start.output_tokens,
+                    duration_s=start.duration_s,
+                    token_s=start.token_s,
+                    prefill_s=start.prefill_s or None if start.prefill_tokens == len(PROMPT) else None,
                 )
             )
 

@@ -91,6 +91,8 @@ HONOURED = frozenset(
         "frequency_penalty",
         "repetition_penalty",
         "logit_bias",
+        # Ours: whether the request may go on elsewhere when its instance is lost.
+        "failover",
     }
 )
 
@@ -110,6 +112,7 @@ class InferenceParams:
     output_tokens_max: int | None
     choices: SamplingChoices
     stops: tuple[str, ...]
+    may_fail_over: bool = True
 
 
 def read_chat(body: object) -> InferenceParams:
@@ -165,6 +168,7 @@ def _read(given: dict[str, object], prompt: Prompt, *, is_chat: bool, output_tok
         output_tokens_max=output_tokens_max,
         choices=read_choices(given),
         stops=_read_stops(given.get("stop")),
+        may_fail_over=read_optional(given, "failover", read_flag) is not False,
     )
 
 

@@ -2,11 +2,13 @@
 
 Position n is accepted exactly once and in order. An entry that begins lower repeats tokens already here: only what is
 new of it counts. One that begins higher leaves a gap, so none of it counts until the worker has said the missing tokens
-again. An entry of another epoch speaks of an earlier start of the request and counts for nothing.
+again. A request may be started several times, each time under a higher epoch: its tokens stay, and an entry of another
+epoch speaks of an earlier start and counts for nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum, auto
 
 from whimbrel.wire.codec import unpack_tokens
@@ -22,18 +24,62 @@ class Verdict(StrEnum):
     OLD_EPOCH = auto()
 
 
+@dataclass(slots=True, kw_only=True)
+class Start:
+    """One start of the request on one instance: what the scheduler learns of that instance (M3).
+
+    `prefill_tokens` had to be computed for its first token; the rest is about its own tokens.
+    """
+
+    epoch: int
+    prefill_tokens: int
+    started_at: float
+    heard_at: float
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    output_tokens: int = 0
+    prefill_s: float | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """R2, R6: from the start on the instance to the last thing heard of it."""
+        return self.heard_at - self.started_at
+
+    @property
+    def token_s(self) -> float:
+        """M3: t on this instance, the mean time per token after its first; 0 while there is none."""
+        if self.first_token_at is None or self.output_tokens < 2:
+            return 0.0
+        return (self.last_token_at - self.first_token_at) / (self.output_tokens - 1)
+
+
 class Progress:
-    """Tokens accepted so far; `finish` is the entry that ended them. All times are the router's monotonic seconds."""
+    """Tokens accepted so far; `finish` is the entry that ended them. All times are the router's monotonic seconds.
+
+    `queue_s` and `prefill_s` are the worker's, of the start that gave the first token. `pause_s` is the last pause:
+    from the last token of one start to the first of the next, less the usual time of a token.
+    """
 
     def __init__(self, *, epoch: int, now: float) -> None:
-        self.epoch = epoch
-        self.started_at = now
+        self.start = Start(epoch=epoch, prefill_tokens=0, started_at=now, heard_at=now)
         self.first_token_at: float | None = None
         self.last_token_at = now
         self.tokens: list[int] = []
         self.finish: TokenEntry | None = None
         self.queue_s = 0.0
         self.prefill_s = 0.0
+        self.pause_s = 0.0
+        self._pauses_s = 0.0
+
+    def restart(self, epoch: int, prefill_tokens: int, now: float) -> None:
+        """The request is started (again), with the tokens that it has; from now on only that start counts."""
+        assert epoch > self.epoch, "a start has an epoch of its own"
+        self.start = Start(epoch=epoch, prefill_tokens=prefill_tokens, started_at=now, heard_at=now)
+        self.finish = None
+
+    @property
+    def epoch(self) -> int:
+        return self.start.epoch
 
     @property
     def position(self) -> int:
@@ -57,37 +103,48 @@ class Progress:
         is_last = entry.finish_reason is not None and entry.position + len(tokens) >= self.position
         if not fresh and not is_last:
             return Verdict.DUPLICATE
-        self._take(entry, fresh, now)
+        self._note_times(entry, now)
+        if fresh:
+            self._take(fresh, now)
         if is_last:
             self.finish = entry
         return Verdict.ACCEPTED
 
-    def _take(self, entry: TokenEntry, fresh: list[int], now: float) -> None:
-        if fresh and self.first_token_at is None:
-            self.first_token_at = now
-        if entry.position == 0:
+    def _note_times(self, entry: TokenEntry, now: float) -> None:
+        self.start.heard_at = now
+        if entry.prefill_s is not None:
+            self.start.prefill_s = entry.prefill_s
+        if self.first_token_at is None:
             self.queue_s = self.queue_s if entry.queue_s is None else entry.queue_s
             self.prefill_s = self.prefill_s if entry.prefill_s is None else entry.prefill_s
-        self.tokens.extend(fresh)
-        self.last_token_at = now
 
-    @property
-    def duration_s(self) -> float:
-        """R2, R6: from the start on the instance to the last thing heard of it."""
-        return self.last_token_at - self.started_at
+    def _take(self, fresh: list[int], now: float) -> None:
+        start = self.start
+        if self.first_token_at is None:
+            self.first_token_at = now
+        elif start.first_token_at is None:
+            self.pause_s = max(0.0, now - self.last_token_at - self.token_s)
+            self._pauses_s += self.pause_s
+        if start.first_token_at is None:
+            start.first_token_at = now
+        start.output_tokens += len(fresh)
+        start.last_token_at = self.last_token_at = now
+        self.tokens.extend(fresh)
 
     @property
     def token_s(self) -> float:
-        """M3: t, the mean time per output token after the first; 0 while there is none."""
-        if self.first_token_at is None or self.position < 2:
-            return 0.0
-        return (self.last_token_at - self.first_token_at) / (self.position - 1)
+        """M3: t, the mean time per output token after the first, pauses left out; 0 while there is none."""
+        return self.decode_s / (self.position - 1) if self.position > 1 else 0.0
 
     @property
     def decode_s(self) -> float:
-        """M3: d of `t_out = d / t + 1`, the time since the first token."""
-        return self.decoding_s(self.last_token_at)
+        """M3: d of `t_out = d / t + 1`, the time since the first token, pauses left out."""
+        if self.first_token_at is None:
+            return 0.0
+        return self.last_token_at - self.first_token_at - self._pauses_s
 
     def decoding_s(self, now: float) -> float:
-        """M3: d as it is at `now`, while tokens still come."""
-        return 0.0 if self.first_token_at is None else max(0.0, now - self.first_token_at)
+        """M3: d as it is at `now`, while tokens still come; it stands still in a pause."""
+        if self.first_token_at is None or self.start.first_token_at is None:
+            return self.decode_s
+        return max(0.0, now - self.first_token_at - self._pauses_s)

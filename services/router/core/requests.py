@@ -1,9 +1,13 @@
 """Owns the life of one request: which state it is in, what may happen next, and what is due by now.
 
-The table below is the whole truth about legality; the methods are its effects. A request is WAITING while it has no
+The tables below are the whole truth about legality; the methods are their effects. A request is WAITING while it has no
 instance, STARTING once a worker was asked to run it, STREAMING from its first token on. Before the first token nothing
-was promised to the client, so losing the instance leads back to WAITING; afterwards it ends the request. The machine
-reads no clock: `now` is monotonic seconds, and what depends on time is asked for with `due`.
+was promised to the client, so losing the instance leads back to WAITING.
+
+Afterwards it is SWITCHING until the next token comes from elsewhere: a failover when the instance was lost, a migration
+when it handed the request over. The client sees a pause. In SWITCHING a request has a route on which a start was sent,
+or none and is placed like one that waits; whatever is lost or refused there, it stays SWITCHING and tries on, within
+its limits. The machine reads no clock: `now` is monotonic seconds, and what depends on time is asked for with `due`.
 """
 
 from __future__ import annotations
@@ -12,7 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
-from whimbrel.wire.errors import ColdStartTimeout, InferenceLost, RequestTimeout, Unavailable, WhimbrelError
+from whimbrel.wire.errors import (
+    ColdStartTimeout,
+    InferenceLost,
+    LoadFailed,
+    ModelTooLarge,
+    QueueFull,
+    RequestTimeout,
+    Unavailable,
+    WhimbrelError,
+)
 from whimbrel.wire.messages import Route, Stages, Tier, WaitStage
 
 
@@ -20,6 +33,7 @@ class RequestState(StrEnum):
     WAITING = auto()
     STARTING = auto()
     STREAMING = auto()
+    SWITCHING = auto()
     FINISHED = auto()
     FAILED = auto()
     CANCELLED = auto()
@@ -33,6 +47,7 @@ class RequestEvent(StrEnum):
     TOKENS_ARRIVED = auto()
     OUTPUT_ENDED = auto()
     INSTANCE_LOST = auto()
+    HANDED_OVER = auto()
     ERROR_RAISED = auto()
     CLIENT_LEFT = auto()
 
@@ -50,13 +65,25 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
         _E.TOKENS_ARRIVED: _S.STREAMING,
         _E.OUTPUT_ENDED: _S.FINISHED,
         _E.INSTANCE_LOST: _S.WAITING,
+        _E.HANDED_OVER: _S.SWITCHING,
         _E.ERROR_RAISED: _S.FAILED,
         _E.CLIENT_LEFT: _S.CANCELLED,
     },
     _S.STREAMING: {
         _E.TOKENS_ARRIVED: _S.STREAMING,
         _E.OUTPUT_ENDED: _S.FINISHED,
-        _E.INSTANCE_LOST: _S.FAILED,
+        _E.INSTANCE_LOST: _S.SWITCHING,
+        _E.HANDED_OVER: _S.SWITCHING,
+        _E.ERROR_RAISED: _S.FAILED,
+        _E.CLIENT_LEFT: _S.CANCELLED,
+    },
+    _S.SWITCHING: {
+        _E.ROUTE_CHOSEN: _S.SWITCHING,
+        _E.START_REFUSED: _S.SWITCHING,
+        _E.TOKENS_ARRIVED: _S.STREAMING,
+        _E.OUTPUT_ENDED: _S.FINISHED,
+        _E.INSTANCE_LOST: _S.SWITCHING,
+        _E.HANDED_OVER: _S.SWITCHING,
         _E.ERROR_RAISED: _S.FAILED,
         _E.CLIENT_LEFT: _S.CANCELLED,
     },
@@ -65,9 +92,18 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
     _S.CANCELLED: {},
 }  # fmt: skip
 
-# A request whose instance dies under it is started this often in all: enough for a server that goes away, few enough
-# that a request which kills workers does not go on to kill all of them.
-STARTS_LOST_MAX = 3
+# What only a request with a route can see (True), or only one without (False).
+NEEDS_ROUTE: dict[RequestEvent, bool] = {
+    _E.ROUTE_CHOSEN: False,
+    _E.START_REFUSED: True,
+    _E.TOKENS_ARRIVED: True,
+    _E.INSTANCE_LOST: True,
+    _E.HANDED_OVER: True,
+}
+
+# At so many unplanned losses a request ends: enough for servers that go away under a long one, few enough that a
+# request which kills workers does not go on to kill all of them. A handover is planned and does not count.
+LOSSES_MAX = 4
 # A waiting request is not durable in the scheduler, so it is repeated; once a second keeps a restart invisible.
 PLACE_EVERY_S = 1.0
 # An instance that refused or did not answer is left alone this long: the scheduler learns of its end about then.
@@ -79,19 +115,22 @@ RESEND_AFTER_S = 1.0
 class IllegalTransition(Exception):
     """The shell let an event through that cannot happen in this state: a programmer error."""
 
-    def __init__(self, state: RequestState, event: RequestEvent) -> None:
-        super().__init__(f"{event} cannot happen to a request that is {state}")
+    def __init__(self, state: RequestState, event: RequestEvent, *, has_route: bool) -> None:
+        where = "with" if has_route else "without"
+        super().__init__(f"{event} cannot happen to a request that is {state} {where} a route")
         self.state = state
         self.event = event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long things may take, seconds, each with its own typed error."""
+    """How long things may take, seconds, each with its own typed error; a stream that stands still for `stalled_s` is
+    not ended but goes on elsewhere."""
 
     cold_start_s: float
     idle_s: float
     unanswered_s: float
+    stalled_s: float
 
 
 class Due(StrEnum):
@@ -99,31 +138,58 @@ class Due(StrEnum):
 
     PLACE = auto()
     RESEND = auto()
+    FAIL_OVER = auto()
+
+
+class SwitchKind(StrEnum):
+    MIGRATION = auto()
+    FAILOVER = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """Why a request goes on elsewhere, since when, and how many tokens the client had been promised by then."""
+
+    kind: SwitchKind
+    reason: str
+    began_at: float
+    output_tokens: int
 
 
 class Request:
-    """The state of one request; `error` says why it failed, `epoch` counts its starts."""
+    """The state of one request; `error` says why it failed, `epoch` counts its starts.
 
-    def __init__(self, *, request_id: str, model_id: str, limits: Limits, now: float) -> None:
+    `server_id` and `stages` are those of the start that gave the first token. `switch` is there from the beginning of a
+    switch to the next token, and stays when the request ends before that. With `may_fail_over` False, a request that
+    has begun ends with its instance.
+    """
+
+    def __init__(
+        self, *, request_id: str, model_id: str, limits: Limits, now: float, may_fail_over: bool = True
+    ) -> None:
         self.request_id = request_id
         self.model_id = model_id
         self.limits = limits
+        self.may_fail_over = may_fail_over
         self.state = RequestState.WAITING
         self.created_at = now
         self.route: Route | None = None
+        self.server_id = ""
         self.stages = Stages(tier=Tier.GPU)
         self.epoch = 0
         self.error: WhimbrelError | None = None
+        self.switch: Switch | None = None
         self.waiting_for: WaitStage | None = None
         self.remaining_s: float | None = None
         self.is_cold = False
-        self._starts_lost = 0
+        self._losses = 0
         self._refused: dict[str, float] = {}
         self._asked_at: float | None = None
         self._unanswered: Unavailable | None = None
         self._answered_at = now
         self._heard_at = now
         self._token_at = now
+        self._forgiven_at = now
 
     @property
     def is_over(self) -> bool:
@@ -132,7 +198,22 @@ class Request:
     @property
     def is_running(self) -> bool:
         """Whether a worker was asked to run it and has not ended."""
-        return self.state in (RequestState.STARTING, RequestState.STREAMING)
+        return not self.is_over and self.route is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it needs an instance: it has not begun, or can't go on."""
+        return not self.is_over and self.route is None
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a worker was asked to run it and has said nothing of it yet."""
+        return self.is_running and self.state is not RequestState.STREAMING
+
+    @property
+    def waiting_since(self) -> float:
+        """When it began to need an instance: not the arrival of one that ran meanwhile."""
+        return self.created_at if self.switch is None else self.switch.began_at
 
     # Placement.
 
@@ -152,13 +233,22 @@ class Request:
         """The scheduler answered that something has to happen first."""
         self._answered_at = now
         self.waiting_for, self.remaining_s = stage, remaining_s
-        self.is_cold = True
+        self.is_cold = self.is_cold or self.state is RequestState.WAITING
 
     def on_placed(self, stages: Stages | None, now: float) -> None:
         """The scheduler named a route; `stages` are this request's own only if it waited for them."""
         self._answered_at = now
-        if self.is_cold and stages is not None:
+        if self.is_cold and stages is not None and self.state is RequestState.WAITING:
             self.stages = stages
+
+    def on_not_placed(self, error: WhimbrelError) -> None:
+        """There will be no instance. A request that has begun asks again where that may help: a queue is not full for
+        ever, the server that is large enough may come back, and a load that failed is one more loss."""
+        if isinstance(error, LoadFailed | Unavailable):
+            self._losses += 1
+        is_passing = isinstance(error, LoadFailed | Unavailable | QueueFull | ModelTooLarge)
+        if self.state is not RequestState.SWITCHING or not is_passing or self._losses >= LOSSES_MAX:
+            self.on_error(error)
 
     def ask_again(self) -> None:
         """Something changed (a new scheduler, a new connection): the next look at the clock places again."""
@@ -172,9 +262,12 @@ class Request:
         self.epoch += 1
         self._heard_at = now
 
-    def on_refused(self, now: float) -> None:
+    def on_refused(self, reason: str, output_tokens: int, now: float) -> None:
         """The worker did not take the request; another instance, or this one a little later, may."""
-        self._back_to_waiting(RequestEvent.START_REFUSED, now)
+        if self._may_try_on(output_tokens):
+            self._leave_route(RequestEvent.START_REFUSED, reason, output_tokens, now, now + REFUSED_S)
+        else:
+            self.on_error(InferenceLost(reason=reason, output_tokens=output_tokens))
 
     def on_heard(self, now: float) -> None:
         """The worker gave a sign of this request, or was just asked for one."""
@@ -183,22 +276,31 @@ class Request:
     def on_tokens(self, now: float) -> None:
         self._enter(RequestEvent.TOKENS_ARRIVED)
         self._heard_at = self._token_at = now
+        self.switch = None
+        self._note_server()
 
     def on_ended(self) -> None:
         """The last token was accepted, or a stop string was found."""
         self._enter(RequestEvent.OUTPUT_ENDED)
+        self._note_server()
 
-    def on_lost(self, reason: str, output_tokens: int, now: float) -> None:
-        """The instance is gone: wait for another one while no token came, fail otherwise."""
-        error = InferenceLost(reason=reason, output_tokens=output_tokens)
-        if self.state is RequestState.STARTING and self._starts_lost + 1 >= STARTS_LOST_MAX:
-            self.on_error(error)
-        elif self.state is RequestState.STARTING:
-            self._starts_lost += 1
-            self._back_to_waiting(RequestEvent.INSTANCE_LOST, now)
+    def on_lost(self, reason: str, output_tokens: int, now: float, *, avoided_s: float | None = None) -> None:
+        """The instance is gone, or of no use: go on elsewhere, unless that has happened too often or is not wanted."""
+        self._losses += 1
+        if self._losses >= LOSSES_MAX:
+            reason = f"{reason}, the last of {self._losses} that were lost under it"
+        if self._losses < LOSSES_MAX and self._may_try_on(output_tokens):
+            until = now + (REFUSED_S if avoided_s is None else avoided_s)
+            self._leave_route(RequestEvent.INSTANCE_LOST, reason, output_tokens, now, until)
         else:
-            self._enter(RequestEvent.INSTANCE_LOST)
-            self.error = error
+            self.on_error(InferenceLost(reason=reason, output_tokens=output_tokens))
+
+    def on_handed_over(self, reason: str, output_tokens: int, now: float) -> None:
+        """The instance has stopped it, so that it goes on elsewhere (G8); a route is to follow."""
+        self._enter(RequestEvent.HANDED_OVER)
+        self.route = None
+        if self.switch is None:
+            self.switch = Switch(kind=SwitchKind.MIGRATION, reason=reason, began_at=now, output_tokens=output_tokens)
 
     def on_error(self, error: WhimbrelError) -> None:
         self._enter(RequestEvent.ERROR_RAISED)
@@ -209,8 +311,12 @@ class Request:
 
     # Time.
 
+    def forgive(self, now: float) -> None:
+        """We were the ones who could not hear: no worker stands still because of that."""
+        self._forgiven_at = now
+
     def due(self, now: float) -> Due | WhimbrelError | None:
-        """What is to be done now: place or ask for a resend, or the error of the limit that has passed."""
+        """What is to be done now: place, ask for a resend or fail over, or the error of the limit that has passed."""
         match self.state:
             case RequestState.WAITING:
                 return self._waiting_error(now) or self._place_due(now)
@@ -218,8 +324,14 @@ class Request:
                 return self._cold_start_timeout("first token", now)
             case RequestState.STREAMING if now - self._token_at >= self.limits.idle_s:
                 return RequestTimeout(waited_s=now - self._token_at)
-            case RequestState.STARTING | RequestState.STREAMING if now - self._heard_at >= RESEND_AFTER_S:
-                return Due.RESEND
+            case RequestState.STREAMING if self.may_fail_over and self._is_stalled(now):
+                return Due.FAIL_OVER
+            case RequestState.SWITCHING if now - self.waiting_since >= self.limits.cold_start_s:
+                return self._switch_error(now)
+        if self.is_waiting:
+            return self._place_due(now)
+        if self.is_running and now - self._heard_at >= RESEND_AFTER_S:
+            return Due.RESEND
         return None
 
     def _waiting_error(self, now: float) -> WhimbrelError | None:
@@ -237,19 +349,53 @@ class Request:
     def _cold_start_timeout(self, stage: str, now: float) -> ColdStartTimeout:
         return ColdStartTimeout(model_id=self.model_id, waited_s=now - self.created_at, stage=stage)
 
-    def _back_to_waiting(self, event: RequestEvent, now: float) -> None:
+    def _is_stalled(self, now: float) -> bool:
+        return now - max(self._token_at, self._forgiven_at) >= self.limits.stalled_s
+
+    def _switch_error(self, now: float) -> InferenceLost:
+        """Nobody went on with it in time, although the scheduler may have been silent for some of that."""
+        assert self.switch is not None
+        stage = "first token" if self.route is not None else str(self.waiting_for or "placement")
+        reason = (
+            f"{self.switch.reason}, and nobody could go on with it for {now - self.switch.began_at:.0f} s; "
+            f"stage: {stage}; free a slot, or raise WB_COLD_START_S_MAX"
+        )
+        return InferenceLost(reason=reason, output_tokens=self.switch.output_tokens)
+
+    # Details.
+
+    def _may_try_on(self, output_tokens: int) -> bool:
+        """While the client was promised nothing, it can't tell one instance from another."""
+        return self.may_fail_over or output_tokens == 0
+
+    def _leave_route(
+        self, event: RequestEvent, reason: str, output_tokens: int, now: float, refused_until: float
+    ) -> None:
         self._enter(event)
         assert self.route is not None
-        self._refused[self.route.instance_id] = now + REFUSED_S
+        self._refused[self.route.instance_id] = refused_until
         self.route = None
-        self.stages = Stages(tier=Tier.GPU)
         self.waiting_for, self.remaining_s = None, None
         self._asked_at = None
         self._answered_at = now
+        if self.state is RequestState.WAITING:
+            self.stages = Stages(tier=Tier.GPU)
+        elif self.switch is None or self.switch.kind is SwitchKind.MIGRATION:
+            self.switch = Switch(
+                kind=SwitchKind.FAILOVER,
+                reason=reason,
+                began_at=now if self.switch is None else self.switch.began_at,
+                output_tokens=output_tokens,
+            )
+
+    def _note_server(self) -> None:
+        if not self.server_id and self.route is not None:
+            self.server_id = self.route.server_id
 
     def _enter(self, event: RequestEvent) -> None:
         """The only writer of the state."""
         row = TRANSITIONS[self.state]
-        if event not in row:
-            raise IllegalTransition(self.state, event)
+        has_route = self.route is not None
+        if event not in row or NEEDS_ROUTE.get(event, has_route) is not has_route:
+            raise IllegalTransition(self.state, event, has_route=has_route)
         self.state = row[event]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import msgspec
 from whimbrel.wire.messages import InstanceActivity, Route, RouteState
 
 K = TypeVar("K")
@@ -26,11 +27,18 @@ class RouteTable:
         return instance_id in self._routes
 
     def add(self, route: Route) -> None:
-        """Learn a route, or its new state."""
+        """Learn a route, or its new state. One that is known already keeps its place."""
+        if self._routes.get(route.instance_id) == route:
+            return
         self.remove(route.instance_id)
         self._routes[route.instance_id] = route
         self._of_model.setdefault(route.model_id, {})[route.instance_id] = route
         self._of_worker.setdefault((route.server_id, route.slot), {})[route.instance_id] = route
+
+    def expect(self, route: Route) -> None:
+        """A request of ours goes on there before the scheduler has told of it: no new one is sent there yet."""
+        if route.instance_id not in self._routes:
+            self.add(msgspec.structs.replace(route, state=RouteState.DRAINING))
 
     def remove(self, instance_id: str) -> Route | None:
         """Forget a route. Requests counted on it stay counted until they are released."""

@@ -16,10 +16,12 @@ from whimbrel.chassis.service import serve
 from whimbrel.chassis.testing import InMemoryHub
 from whimbrel.wire.messages import FinishReason
 
+from services.router import dispatch, outputs
 from services.router.config import RouterConfig
+from services.router.core import requests
 from services.router.service import RouterService
 from tests.unit.router.model_files import byte_level_tokenizer, write_model
-from tests.unit.router.peers import FakeScheduler, FakeWorker, a_model
+from tests.unit.router.peers import FakeScheduler, FakeWorker, a_model, a_route
 
 MODEL = "tiny"
 ANSWER = "Paris is the capital, 日本 😀."
@@ -27,11 +29,13 @@ ANSWER = "Paris is the capital, 日本 😀."
 
 @dataclass
 class Bench:
-    """Everything a test of the whole router needs."""
+    """Everything a test of the whole router needs. `other` is a worker for requests that go on elsewhere: at first,
+    nobody knows a route to it."""
 
     hub: InMemoryHub
     scheduler: FakeScheduler
     worker: FakeWorker
+    other: FakeWorker
     service: RouterService
     client: httpx.AsyncClient
     tokenizer: Tokenizer
@@ -44,9 +48,9 @@ class Bench:
 
     async def reset(self) -> None:
         """As new: no route, nothing heard, both peers as they were made."""
-        for route in list(self.scheduler.routes.values()):
+        for route in (*self.scheduler.routes.values(), a_route(MODEL, "instance-2", slot=1)):
             await self.scheduler.remove_route(route)
-        for peer in (self.scheduler, self.worker):
+        for peer in (self.scheduler, self.worker, self.other):
             peer.heard.clear()
         self.scheduler.models = {MODEL: a_model(MODEL)}
         self.scheduler.jobs.clear()
@@ -55,11 +59,28 @@ class Bench:
         self.scheduler.held.clear()
         self.scheduler.explanations.clear()
         answer = self.tokenizer.encode(ANSWER).ids
-        self.worker.output = lambda _request: answer
-        self.worker.instance_id = "instance-1"
-        self.worker.finish_reason = FinishReason.STOP
-        self.worker.is_held, self.worker.frames_before_hold = False, None
+        for worker, instance_id in ((self.worker, "instance-1"), (self.other, "instance-2")):
+            worker.output = lambda _request: answer
+            worker.instance_id = instance_id
+            worker.finish_reason = FinishReason.STOP
+            worker.is_held, worker.frames_before_hold = False, None
+            worker.mangle = list
+            worker.refusal = None
+            worker.forgets_requests = False
+            worker.requests.clear()
+            worker.resumed.clear()
         self.hub.events.clear()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patience in tenths of seconds where the shipped router has seconds."""
+    monkeypatch.setattr(requests, "RESEND_AFTER_S", 0.1)
+    monkeypatch.setattr(requests, "REFUSED_S", 0.1)
+    monkeypatch.setattr(requests, "PLACE_EVERY_S", 0.1)
+    monkeypatch.setattr(outputs, "HEADERS_HELD_S", 0.2)
+    monkeypatch.setattr(dispatch, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(dispatch, "TICK_S", 0.02)
 
 
 @pytest.fixture(scope="session")
@@ -89,25 +110,28 @@ def bench_maker(cache_dir: Path, repository: Path, tokenizer: Tokenizer) -> Make
         worker = FakeWorker(hub.bus(name="worker"), lambda _request: answer)
         await scheduler.start()
         await worker.start()
+        other = FakeWorker(hub.bus(name="other"), lambda _request: answer, slot=1, instance_id="instance-2")
+        await other.start()
         settings = {"repository_url": repository.as_uri(), "cache_dir": cache_dir, "http_port": 0, **config}
         service = RouterService(RouterConfig(**settings), hub.bus(name="router"))  # type: ignore[arg-type]
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(serve(service, stop))
-            beating = group.create_task(_beat(scheduler, worker))
+            beating = group.create_task(_beat(scheduler, worker, other))
             try:
                 async with asyncio.timeout(30):
                     while service.readiness() is not None:
                         assert not serving.done()
                         await asyncio.sleep(0.005)
                 async with httpx.AsyncClient(base_url=service.url, timeout=20, verify=False) as client:
-                    yield Bench(hub, scheduler, worker, service, client, tokenizer)
+                    yield Bench(hub, scheduler, worker, other, service, client, tokenizer)
             finally:
                 stop.set()
                 await asyncio.wait({serving})
                 beating.cancel()
                 await scheduler.bus.drain()
                 await worker.bus.drain()
+                await other.bus.drain()
 
     return make
 
@@ -133,10 +157,9 @@ async def module_bench(
         yield made
 
 
-async def _beat(scheduler: FakeScheduler, worker: FakeWorker) -> None:
+async def _beat(*peers: FakeScheduler | FakeWorker) -> None:
     while True:
-        if not scheduler.is_mute:
-            await scheduler.beat()
-        if not worker.is_mute:
-            await worker.beat()
+        for peer in peers:
+            if not peer.is_mute:
+                await peer.beat()
         await asyncio.sleep(0.1)

@@ -45,6 +45,7 @@ from whimbrel.wire.messages import (
     Message,
     ModelState,
     ModelSummary,
+    Moved,
     PlacementFailed,
     PlaceModel,
     PlaceModelReply,
@@ -317,7 +318,8 @@ class FakeWorker:
     """Runs requests by a script: `output` gives the tokens, sent `tokens_per_frame` at a time.
 
     `mangle` may drop, double or reorder the frames of a request. `is_held` makes it accept and say nothing until
-    `release`. `gone` are instances it does not have any more.
+    `release`; `frames_before_hold` are said by each start all the same. `resumed` counts the tokens of requests that
+    it has computed for a migration.
     """
 
     bus: Bus
@@ -335,6 +337,7 @@ class FakeWorker:
     is_mute: bool = False
     is_held: bool = False
     frames_before_hold: int | None = None
+    resumed: dict[str, int] = field(default_factory=dict)
     heard: Heard = field(default_factory=Heard)
     requests: dict[str, StartInference] = field(default_factory=dict)
 
@@ -358,7 +361,7 @@ class FakeWorker:
         """Say everything that was held back."""
         self.is_held = False
         for request in list(self.requests.values()):
-            await self.say(request, 0)
+            await self.say(request, position_of(request))
 
     async def say(self, request: StartInference, position: int, *, count: int | None = None) -> None:
         """Publish the output of `request` from `position` on."""
@@ -380,11 +383,28 @@ class FakeWorker:
                 tokens=pack_tokens(piece),
                 finish_reason=self.finish_reason if is_last else None,
                 error=self.error if is_last else None,
-                queue_s=0.001 if start == 0 else None,
-                prefill_s=0.002 if start == 0 else None,
+                queue_s=0.001 if start == position_of(request) else None,
+                prefill_s=0.002 if start == position_of(request) else None,
             )
             frames.append(TokenFrame(server_id="server-0", slot=self.slot, entries=(entry,)))
         return frames
+
+    async def hand_over(self, request_id: str, position: int, moved: Moved | None, *, tokens: int = 0) -> None:
+        """Say that a request goes on elsewhere after `position`; the entry has the last `tokens` before it again."""
+        request = self.requests[request_id]
+        entry = TokenEntry(
+            request_id=request_id,
+            epoch=request.epoch,
+            position=position - tokens,
+            tokens=pack_tokens(self.output(request)[position - tokens : position]),
+            finish_reason=FinishReason.MOVED,
+            moved=moved,
+        )
+        await self.send(request, entry)
+
+    async def send(self, request: StartInference, entry: TokenEntry) -> None:
+        frame = TokenFrame(server_id="server-0", slot=self.slot, entries=(entry,))
+        await self.bus.publish(self.bus.subjects.tokens(request.router_id), frame)
 
     async def _on_message(self, received: Received) -> None:
         message = received.message
@@ -400,20 +420,29 @@ class FakeWorker:
                 if not self.is_held and self.frames_before_hold is None:
                     await self.say(request, message.position)
             case AbortInference():
-                self.requests.pop(message.request_id, None)
+                request = self.requests.get(message.request_id)
+                if request is not None and request.epoch <= message.epoch:
+                    del self.requests[message.request_id]
 
     async def _on_start(self, message: StartInference, reply_to: str | None) -> None:
         if self.refusal is not None:
             raise self.refusal
         if message.instance_id != self.instance_id and not self.takes_any_instance:
             raise InstanceGone(instance_id=message.instance_id)
+        if message.base_tokens > self.resumed.get(message.request_id, 0):
+            raise InferenceLost(reason="its tokens are not here", output_tokens=0)
         self.requests[message.request_id] = message
         await self.bus.reply(reply_to, Ack())
         if self.frames_before_hold is not None:
-            await self.say(message, 0, count=self.frames_before_hold)
+            await self.say(message, position_of(message), count=self.frames_before_hold)
         elif not self.is_held:
-            await self.say(message, 0)
+            await self.say(message, position_of(message))
 
 
 def prompt_of(message: StartInference) -> list[int]:
     return unpack_tokens(message.tokens)
+
+
+def position_of(message: StartInference) -> int:
+    """Of the first token that this start is to give."""
+    return message.base_tokens + len(unpack_tokens(message.tokens)) - message.prompt_tokens

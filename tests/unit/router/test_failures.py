@@ -36,8 +36,8 @@ from whimbrel.wire.messages import (
     TokenFrame,
 )
 
-from services.router import dispatch, outputs, service
-from services.router.core import requests
+from services.router import outputs, service
+from services.router.core.requests import LOSSES_MAX
 from tests.unit.router.conftest import ANSWER, Bench, MakeBench
 from tests.unit.router.peers import LOADED, a_route
 
@@ -56,16 +56,6 @@ def last_event(text: str) -> dict:
     lines = [line for line in text.split("\n\n") if line]
     assert lines[-1].startswith("data: ")
     return json.loads(lines[-1][6:])
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patience in tenths of seconds where the shipped router has seconds."""
-    monkeypatch.setattr(requests, "RESEND_AFTER_S", 0.1)
-    monkeypatch.setattr(requests, "REFUSED_S", 0.1)
-    monkeypatch.setattr(outputs, "HEADERS_HELD_S", 0.2)
-    monkeypatch.setattr(dispatch, "HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(dispatch, "TICK_S", 0.02)
 
 
 def without(*positions: int) -> Callable[[list[TokenFrame]], list[TokenFrame]]:
@@ -185,8 +175,8 @@ async def lose_after_two_frames(bench: Bench, **body: object) -> httpx.Response:
     return asking.result()
 
 
-async def test_an_instance_lost_in_mid_stream_is_a_typed_event_and_the_end(bench: Bench) -> None:
-    response = await lose_after_two_frames(bench, stream=True)
+async def test_without_failover_an_instance_lost_in_mid_stream_is_a_typed_event_and_the_end(bench: Bench) -> None:
+    response = await lose_after_two_frames(bench, stream=True, failover=False)
     assert response.status_code == 200
     error = last_event(response.text)["error"]
     assert (error["code"], error["type"], error["param"]) == ("inference_lost", "server_error", None)
@@ -194,8 +184,8 @@ async def test_an_instance_lost_in_mid_stream_is_a_typed_event_and_the_end(bench
     assert "[DONE]" not in response.text
 
 
-async def test_an_instance_lost_in_mid_answer_is_a_503_when_nothing_was_sent(bench: Bench) -> None:
-    response = await lose_after_two_frames(bench)
+async def test_without_failover_an_instance_lost_in_mid_answer_is_a_503(bench: Bench) -> None:
+    response = await lose_after_two_frames(bench, failover=False)
     assert error_of(response) == (503, "inference_lost")
     assert response.headers["retry-after"] == "1"
     (event,) = [event for event in bench.hub.events if isinstance(event, RequestFailed)]
@@ -206,7 +196,7 @@ async def test_a_restarted_worker_has_lost_what_ran_there(bench: Bench) -> None:
     await bench.scheduler.add_route(a_route("tiny"))
     bench.worker.frames_before_hold = 2
     async with asyncio.TaskGroup() as group:
-        asking = group.create_task(bench.post())
+        asking = group.create_task(bench.post(failover=False))
         await bench.worker.heard.wait(StartInference)
         await bench.worker.beat()
         bench.worker.epoch += 1
@@ -219,7 +209,7 @@ async def test_a_silent_worker_is_given_up(quick: None, bench: Bench) -> None:
     await bench.scheduler.add_route(a_route("tiny"))
     bench.worker.frames_before_hold = 2
     async with asyncio.TaskGroup() as group:
-        asking = group.create_task(bench.post())
+        asking = group.create_task(bench.post(failover=False))
         await bench.worker.heard.wait(StartInference)
         bench.worker.is_mute = True
     assert error_of(asking.result()) == (503, "inference_lost")
@@ -238,7 +228,7 @@ async def test_a_request_that_keeps_losing_its_instance_ends(bench: Bench) -> No
 
     bench.scheduler.place = place
     assert error_of(await bench.post()) == (503, "inference_lost")
-    assert len(bench.worker.heard.all(StartInference)) == 3
+    assert len(bench.worker.heard.all(StartInference)) == LOSSES_MAX
 
 
 async def test_a_failure_of_the_engine_reaches_the_client_as_it_is(bench: Bench) -> None:

@@ -70,6 +70,14 @@ def test_everything_honoured_arrives_typed() -> None:
     )
 
 
+def test_failover_is_on_unless_the_client_says_no() -> None:
+    assert [read.may_fail_over for read in (chat(), chat(failover=None), chat(failover=True))] == [True] * 3
+    assert not chat(failover=False).may_fail_over
+    assert not completion(failover=False).may_fail_over
+    with pytest.raises(InvalidRequest, match="failover: must be"):
+        chat(failover="no")
+
+
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 @pytest.mark.parametrize("value", [None, 1, "x", {"a": [1]}, True], ids=repr)
 def test_a_harmless_parameter_may_say_anything(name: str, value: object) -> None:

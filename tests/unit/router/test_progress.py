@@ -77,14 +77,15 @@ def test_duration_and_mean_token_time_give_back_the_number_of_tokens() -> None:
     progress = Progress(epoch=1, now=10.0)
     for position, moment in enumerate([12.0, 12.5, 13.5, 14.0]):
         progress.accept(an_entry(position, [position]), moment)
-    assert progress.duration_s == 4.0
+    assert progress.start.duration_s == 4.0
     assert progress.token_s == pytest.approx(2.0 / 3)
     assert progress.decode_s / progress.token_s + 1 == pytest.approx(4)
 
 
 def test_times_are_zero_before_there_are_any() -> None:
     progress = a_progress()
-    assert (progress.duration_s, progress.token_s, progress.decode_s) == (0.0, 0.0, 0.0)
+    assert (progress.start.duration_s, progress.token_s, progress.decode_s) == (0.0, 0.0, 0.0)
+    assert progress.start.token_s == 0.0
     assert progress.decoding_s(99.0) == 0.0
 
 
@@ -102,6 +103,62 @@ def test_what_the_worker_says_of_the_start_comes_with_position_zero() -> None:
     entry = TokenEntry(request_id="req-1", epoch=1, position=0, tokens=pack_tokens([1]), queue_s=0.5, prefill_s=0.25)
     progress.accept(entry, 0.0)
     assert (progress.queue_s, progress.prefill_s) == (0.5, 0.25)
+
+
+def test_a_new_start_keeps_the_tokens_and_hears_nothing_of_the_old_one() -> None:
+    """G11: exactly once, whoever computes it."""
+    progress = a_progress([1, 2])
+    progress.accept(an_entry(2, [], finish=FinishReason.MOVED), 0.0)
+    progress.restart(2, 7, 1.0)
+    assert (progress.epoch, progress.tokens, progress.finish) == (2, [1, 2], None)
+    for late in (
+        an_entry(2, [99]),
+        an_entry(0, [1, 2, 99]),
+        an_entry(5, [99]),
+        an_entry(2, [], finish=FinishReason.STOP),
+    ):
+        assert progress.accept(late, 1.0) is Verdict.OLD_EPOCH
+    assert progress.accept(an_entry(2, [3], epoch=2), 1.0) is Verdict.ACCEPTED
+    assert progress.tokens == [1, 2, 3]
+    with pytest.raises(AssertionError, match="an epoch of its own"):
+        progress.restart(2, 8, 2.0)
+
+
+def test_a_pause_is_what_a_switch_adds_and_no_time_of_decoding() -> None:
+    """M3: tokens at 10, 11, 12, then a switch, then at 17, 18, 19: the pause is 4 s, and d and t are as without it."""
+    progress = Progress(epoch=1, now=9.0)
+    for position, moment in enumerate([10.0, 11.0, 12.0]):
+        progress.accept(an_entry(position, [position]), moment)
+    assert progress.pause_s == 0.0
+    progress.restart(2, 8, 13.0)
+    assert progress.decoding_s(16.0) == progress.decode_s == 2.0, "nothing is decoded in a pause"
+    for position, moment in enumerate([17.0, 18.0, 19.0], start=3):
+        progress.accept(an_entry(position, [position], epoch=2), moment)
+    assert progress.pause_s == pytest.approx(4.0)
+    assert progress.token_s == pytest.approx(1.0)
+    assert progress.decode_s / progress.token_s + 1 == pytest.approx(6)
+    assert progress.decoding_s(20.0) == pytest.approx(6.0)
+    progress.restart(3, 11, 19.0)
+    progress.accept(an_entry(6, [6], epoch=3), 19.5)
+    assert progress.pause_s == 0.0, "a switch faster than a token is no pause"
+
+
+def test_a_start_tells_of_its_own_tokens_only() -> None:
+    """M3: what is learned of an instance is what happened there."""
+    progress = Progress(epoch=1, now=9.0)
+    first = TokenEntry(request_id="req-1", epoch=1, position=0, tokens=pack_tokens([0]), queue_s=0.5, prefill_s=0.25)
+    progress.accept(first, 10.0)
+    progress.accept(an_entry(1, [1]), 11.0)
+    assert (progress.start.duration_s, progress.start.token_s, progress.start.output_tokens) == (2.0, 1.0, 2)
+    progress.restart(2, 7, 20.0)
+    again = TokenEntry(request_id="req-1", epoch=2, position=2, tokens=pack_tokens([2]), queue_s=0.1, prefill_s=0.125)
+    progress.accept(again, 21.0)
+    progress.accept(an_entry(3, [3], epoch=2), 21.5)
+    progress.accept(an_entry(4, [], epoch=2, finish=FinishReason.STOP), 22.0)
+    start = progress.start
+    assert (start.duration_s, start.token_s, start.output_tokens) == (2.0, 0.5, 2)
+    assert (start.prefill_s, start.prefill_tokens) == (0.125, 7)
+    assert (progress.queue_s, progress.prefill_s) == (0.5, 0.25), "the client is told of the first token"
 
 
 @PATIENT

@@ -41,11 +41,28 @@ def test_the_instance_with_the_fewest_requests_is_chosen() -> None:
     assert chosen.instance_id == "i2"
 
 
+def test_of_equal_instances_the_oldest_is_chosen_however_often_it_is_told_of() -> None:
+    table = a_table(a_route("a", "i1"), a_route("a", "i2"), a_route("a", "i1"))
+    assert table.choose("a") == a_route("a", "i1")
+
+
 def test_a_draining_instance_gets_no_new_request() -> None:
     table = a_table(a_route("a", "i1"))
     table.add(a_draining_route("a", "i1"))
     assert table.choose("a") is None
     assert "i1" in table
+
+
+def test_an_expected_instance_is_known_and_gets_no_new_request_until_it_is_added() -> None:
+    """G10: a request was handed over to it, and the scheduler has not told of it yet."""
+    table = a_table()
+    table.expect(a_route("a", "i1"))
+    assert table.choose("a") is None
+    assert "i1" in table
+    assert [route.instance_id for route in table.on_worker("server-0", 0)] == ["i1"]
+    table.add(a_route("a", "i1"))
+    table.expect(a_route("a", "i1"))
+    assert table.choose("a") == a_route("a", "i1")
 
 
 def test_an_instance_that_may_not_be_used_is_passed_over() -> None:

@@ -32,6 +32,7 @@ def check_step(sim: SimCluster, scheduler: SimScheduler, ready: Ready) -> None:
     _check_slots(cluster)
     _check_waiters(cluster)
     _check_reservations(cluster)
+    _check_migrations(cluster)
     _check_workers(sim)
     for instance in cluster.instances.values():
         overdue = [k for k, until_s in instance.promised.items() if until_s < sim.clock.now - PROMISE_LATE_S_MAX]
@@ -64,7 +65,11 @@ def _check_loads(cluster: Cluster, ready: Ready) -> None:
             model = cluster.models[record.model_id]
             scaling = model.record.scaling
             count = len(cluster.standing_instances(model))
-            assert count <= max(scaling.min_instances, scaling.max_instances), f"{count} instances of {record.model_id}"
+            loaded = cluster.instances.get(record.instance_id)
+            # The destination of a migration takes the place of its source.
+            is_more = loaded is None or loaded.arriving is None
+            is_allowed = count <= max(scaling.min_instances, scaling.max_instances)
+            assert is_allowed or not is_more, f"{count} instances of {record.model_id}"
             known = cluster.servers[record.server_id].record
             assert known is None or not known.is_cordoned, f"{record.server_id} was taken out"
 
@@ -76,8 +81,24 @@ def _check_waiters(cluster: Cluster) -> None:
         model = cluster.models[model_id]
         oldest_s = min(waiter.since_s for waiter in model.waiters.values())
         assert model.oldest_wait_s == oldest_s, "the oldest waiter is known"
-        ready = [cluster.instances[k] for k in model.instances if cluster.instances[k].state is InstanceState.READY]
+        ready = [cluster.instances[k] for k in model.instances if cluster.instances[k].is_open]
         assert not ready, f"{model_id} is waited for, and ready"
+
+
+def _check_migrations(cluster: Cluster) -> None:
+    """Who is on the move is known on both ends, and nobody is marked for a migration that is over."""
+    for instance in cluster.instances.values():
+        for migration_id in (instance.leaving, instance.arriving):
+            assert migration_id is None or migration_id in cluster.migrations, f"{migration_id} is over"
+        is_serving = instance.state is InstanceState.READY
+        assert not (is_serving and instance.is_closed and instance.leaving is None), "an instance is closed for nothing"
+    for migration in cluster.migrations.values():
+        record = migration.record
+        assert not migration.is_over, "what is over is forgotten"
+        source = cluster.instances.get(record.source_instance_id)
+        destination = cluster.instances.get(record.destination_instance_id)
+        assert source is None or source.leaving == record.migration_id, "a source leaves in one migration"
+        assert destination is None or destination.arriving == record.migration_id, "a destination has one source"
 
 
 def _check_reservations(cluster: Cluster) -> None:

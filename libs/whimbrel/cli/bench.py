@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from whimbrel.cli import bench_coldstart, bench_sched, bench_tiers
+from whimbrel.cli import bench_coldstart, bench_migrate, bench_sched, bench_tiers
 from whimbrel.cli.measure import report, results_table
 
-PARTS = {"coldstart": bench_coldstart, "tiers": bench_tiers, "sched": bench_sched}
+PARTS = {"coldstart": bench_coldstart, "tiers": bench_tiers, "sched": bench_sched, "migrate": bench_migrate}
 
 
 def bench(

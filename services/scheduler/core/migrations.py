@@ -134,7 +134,8 @@ def on_tick(step: Step) -> None:
 def on_round_completed(step: Step, message: RoundCompleted, reply_to: str | None) -> None:
     """The destination has caught up with what this round sent (G7)."""
     migration = _live(step, message.migration_id, message.instance_id)
-    if migration is None or not migration.accepts(MigrationEvent.ROUND_COMPLETED):
+    source = step.cluster.instances.get(message.instance_id)
+    if migration is None or source is None or not migration.accepts(MigrationEvent.ROUND_COMPLETED):
         return
     record = migration.record
     if message.round <= record.rounds:
@@ -145,7 +146,6 @@ def on_round_completed(step: Step, message: RoundCompleted, reply_to: str | None
     migration.progress_s = step.now
     before_tokens = record.gap_tokens if record.rounds else None
     _change(step, migration, rounds=message.round, gap_tokens=message.gap_tokens, sent_tokens=message.sent_tokens)
-    source = step.cluster.instances[record.source_instance_id]
     following = after_round(
         round=message.round,
         gap_tokens=message.gap_tokens,
@@ -446,6 +446,7 @@ def _abandon_both(step: Step, migration: Migration, event: MigrationEvent, cause
         cluster.release(record.model_id)
     source = cluster.instances.get(record.source_instance_id)
     if source is not None:
+        step.send(_worker_of(source), _abandon(step, record.migration_id))
         source.stays_until_s = step.now + MOVE_AGAIN_S
         _reopen_source(step, source)
     _release_target(step, record)
@@ -487,6 +488,9 @@ def _end(step: Step, migration: Migration, cause: str) -> None:
     step.cluster.ended_migrations.append(status(step, migration))
     del step.cluster.migrations[migration.migration_id]
     step.forget(migration.record)
+    source = step.cluster.instances.get(migration.record.source_instance_id)
+    if source is not None:
+        source.leaving = None
 
 
 def _open_destination(step: Step, migration: Migration) -> None:
@@ -502,8 +506,7 @@ def _open_destination(step: Step, migration: Migration) -> None:
 
 
 def _reopen_source(step: Step, source: Instance) -> None:
-    step.send(_worker_of(source), _abandon(step, source.leaving or ""))
-    was_closed, source.leaving, source.is_closed = source.is_closed, None, False
+    was_closed, source.is_closed = source.is_closed, False
     step.cluster.touch_peers(source)
     if was_closed and source.state is InstanceState.READY:
         lifecycle.serve_waiters(step, source)
@@ -518,9 +521,12 @@ def _release_target(step: Step, record: MigrationRecord) -> None:
 
 
 def _tell_source(step: Step, migration: Migration) -> None:
-    """What it should do now."""
+    """What it should do now. When either of the two is gone in this very step, its end sees to that."""
     record = migration.record
-    source = step.cluster.instances[record.source_instance_id]
+    source = step.cluster.instances.get(record.source_instance_id)
+    destination = step.cluster.instances.get(record.destination_instance_id)
+    if source is None or destination is None:
+        return
     common = {"migration_id": record.migration_id, "instance_id": source.instance_id, "scheduler_epoch": step.epoch}
     message: Message
     if migration.is_stopping:
@@ -528,7 +534,6 @@ def _tell_source(step: Step, migration: Migration) -> None:
     elif migration.asked_round > 1:
         message = StartRound(round=migration.asked_round, **common)  # type: ignore[arg-type]
     else:
-        destination = step.cluster.instances[record.destination_instance_id]
         message = MigrateInstance(destination=commands.route_added(destination).route, **common)  # type: ignore[arg-type]
     migration.sent_s = step.now
     step.send(_worker_of(source), message)

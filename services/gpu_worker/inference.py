@@ -115,6 +115,10 @@ class Inference:
             log.info("router_lost", router_id=router_id, requests=len(ended))
         await self._after_abort(ended)
 
+    async def preempt(self) -> None:
+        """Another model takes the slot: everything ends here, and starts again wherever its router finds a place."""
+        await self._after_abort(self._requests.preempt(time.monotonic()))
+
     async def resend(self, message: ResendTokens) -> None:
         """Say everything from a position on again. Raises InferenceLost, StaleEpoch, InvalidRequest."""
         entry, router_id = self._requests.resend(message.request_id, message.epoch, message.position)

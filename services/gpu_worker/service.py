@@ -163,6 +163,8 @@ class WorkerService:
                 self._slot.activate(message)
             case UnloadInstance():
                 self._obey(message.scheduler_epoch)
+                if message.preempt and self._slot.has_requests_of(message.instance_id):
+                    await self._inference.preempt()
                 try:
                     await self._slot.unload(message, is_idle=self._inference.active == 0)
                 except Conflict:

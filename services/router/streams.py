@@ -300,6 +300,8 @@ class Stream:
                 self.on_failed(_error_of(entry))
             case FinishReason.MOVED if entry.moved is not None:
                 self._on_moved(entry.moved, now)
+            case FinishReason.PREEMPTED:
+                self._on_preempted(now)
             case _:
                 self.on_instance_lost("the worker ended the request", now)
 
@@ -315,6 +317,13 @@ class Stream:
         # A start has a token at least to begin with: what the destination knows of them anyway, it does not mind.
         known = len(self.specification.tokens) + self.progress.position
         self._start(route, min(moved.base_tokens, known - 1), now)
+
+    def _on_preempted(self, now: float) -> None:
+        log.info("inference_preempted", request_id=self.request.request_id, tokens=self.progress.position)
+        self._leave_instance(is_aborted=False)
+        switch = self.request.switch
+        self.request.on_preempted(self.progress.position, now)
+        self._try_on(switch, now)
 
     def _resend_soon(self, now: float) -> None:
         self.request.on_heard(now)

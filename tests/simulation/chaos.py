@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from whimbrel.wire.errors import Unavailable
 from whimbrel.wire.messages import CordonServer, DeleteModel, DeployModel, ScaleModel, Scaling, UncordonServer
@@ -41,7 +42,9 @@ class Life:
             )
             for model_id in self.model_ids
         ]
-        self.sim = SimCluster(seed, machines=self.machines, models=models, settings=SETTINGS, check=check_step)
+        policy = chance.choice(["migration", "migration", "migration", "preemption", "availability"])
+        settings = replace(SETTINGS, policy=policy)
+        self.sim = SimCluster(seed, machines=self.machines, models=models, settings=settings, check=check_step)
         self.deploys = 0
         self.actions: list[tuple[int, Callable[[], None]]] = [
             (60, self._request),

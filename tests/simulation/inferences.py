@@ -264,6 +264,9 @@ class Inferences:
         self.resumptions.dropped.append(sequence.request_id)
         self._go_on()
 
+    def preempt(self) -> None:
+        self._after_abort(self.requests.preempt(self._worker.now))
+
     def _hand_over(self, unsaid: TokenEntry | None) -> None:
         moved, stopped = self.rounds.stop(self._worker.now)
         if self._turn is not None:

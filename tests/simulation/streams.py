@@ -266,6 +266,11 @@ class SimStream:
                 self.on_failed(error_of(entry.error) if entry.error else InternalError(service="gpu_worker"))
             case FinishReason.MOVED if entry.moved is not None:
                 self._on_moved(entry.moved)
+            case FinishReason.PREEMPTED:
+                self._leave_instance(is_aborted=False)
+                self.request.on_preempted(self.progress.position, self.router.now)
+                self.advance()
+                self.wake()
             case _:
                 self.on_instance_lost("the worker ended the request")
 

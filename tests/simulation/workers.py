@@ -161,6 +161,8 @@ class SimWorker(Peer):
                 self._do(instance, instance.verify(self.now))
             case UnloadInstance():
                 self.obey(message.scheduler_epoch)
+                if message.preempt and self.instance is not None and self.instance.instance_id == message.instance_id:
+                    self.inferences.preempt()
                 try:
                     await self._unload(message.instance_id, may_drain=message.drain)
                 except Conflict:

@@ -107,6 +107,13 @@ class Requests:
             self._end(sequence, now)
         return ended
 
+    def preempt(self, now: float) -> list[Sequence]:
+        """End everything for another model's sake. The running one still ends its turn."""
+        ended = list(self._active())
+        for sequence in ended:
+            self._end(sequence, now, FinishReason.PREEMPTED)
+        return ended
+
     def move(self, moved: Callable[[Sequence], Moved], now: float) -> list[Sequence]:
         """End everything because it goes on elsewhere: where, `moved` says. The running one still ends its turn."""
         ended = list(self._active())

@@ -143,6 +143,7 @@ class Due(StrEnum):
 
 class SwitchKind(StrEnum):
     MIGRATION = auto()
+    PREEMPTION = auto()
     FAILOVER = auto()
 
 
@@ -295,6 +296,16 @@ class Request:
         else:
             self.on_error(InferenceLost(reason=reason, output_tokens=output_tokens))
 
+    def on_preempted(self, output_tokens: int, now: float) -> None:
+        """The instance had to go for another model: start again elsewhere. That is nobody's fault, so it counts for
+        nothing."""
+        reason = "its instance had to go for another model"
+        if self._may_try_on(output_tokens):
+            until = now + REFUSED_S
+            self._leave_route(RequestEvent.INSTANCE_LOST, reason, output_tokens, now, until, kind=SwitchKind.PREEMPTION)
+        else:
+            self.on_error(InferenceLost(reason=reason, output_tokens=output_tokens))
+
     def on_handed_over(self, reason: str, output_tokens: int, now: float) -> None:
         """The instance has stopped it, so that it goes on elsewhere (G8); a route is to follow."""
         self._enter(RequestEvent.HANDED_OVER)
@@ -369,7 +380,13 @@ class Request:
         return self.may_fail_over or output_tokens == 0
 
     def _leave_route(
-        self, event: RequestEvent, reason: str, output_tokens: int, now: float, refused_until: float
+        self,
+        event: RequestEvent,
+        reason: str,
+        output_tokens: int,
+        now: float,
+        refused_until: float,
+        kind: SwitchKind = SwitchKind.FAILOVER,
     ) -> None:
         self._enter(event)
         assert self.route is not None
@@ -382,7 +399,7 @@ class Request:
             self.stages = Stages(tier=Tier.GPU)
         elif self.switch is None or self.switch.kind is SwitchKind.MIGRATION:
             self.switch = Switch(
-                kind=SwitchKind.FAILOVER,
+                kind=kind,
                 reason=reason,
                 began_at=now if self.switch is None else self.switch.began_at,
                 output_tokens=output_tokens,

@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from ckptio.manifest import INDEX_FILE
 from whimbrel.wire.codec import error_of
@@ -17,10 +18,12 @@ from whimbrel.wire.messages import (
     ActivateInstance,
     AttachInstanceReply,
     DetachInstance,
+    FinishReason,
     GetCluster,
     InstanceBecameReady,
     InstanceEnded,
     SchedulerHeartbeat,
+    TokenFrame,
     UnloadRefused,
     WorkerHeartbeat,
     WorkerState,
@@ -234,6 +237,24 @@ async def test_a_busy_instance_is_not_unloaded(lender: Lender, model: TinyModel)
         engine.allow(100)
         await outside.until(outside.is_finished)
         assert outside.tokens() == list(range(1, 21))
+
+
+async def test_a_preempted_instance_stops_what_runs_and_goes(lender: Lender, model: TinyModel) -> None:
+    """C8: for comparison; what has run and what waited is told to start again elsewhere."""
+    engine = SteppedEngine()
+    async with a_worker(lender, model, engine) as outside:
+        attach = await outside.load()
+        await outside.ask(long_request("req-1"))
+        await outside.ask(long_request("req-2"))
+        engine.allow(3)
+        await outside.until(lambda: len(outside.tokens("req-1")) >= 2)
+        unload = msgspec.structs.replace(outside.unload(drain=True), preempt=True)
+        await outside.tell(unload)
+        engine.allow(100)
+        await outside.until(lambda: outside.has_ended() and not is_locked(attach))
+        ends = {e.request_id: e.finish_reason for f in outside.all(TokenFrame) for e in f.entries if e.finish_reason}
+        assert ends == {"req-1": FinishReason.PREEMPTED, "req-2": FinishReason.PREEMPTED}
+        assert len(outside.tokens("req-1")) < 20
 
 
 async def test_a_draining_instance_ends_its_requests_takes_no_more_and_goes(lender: Lender, model: TinyModel) -> None:

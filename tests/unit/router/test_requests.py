@@ -308,6 +308,26 @@ def test_a_destination_that_is_lost_makes_a_migration_a_failover_that_began_with
     assert request.switch.kind is SwitchKind.FAILOVER, "the client has been waiting since then"
 
 
+def test_a_preempted_request_starts_again_elsewhere_however_often() -> None:
+    """C8: that another model needed the slot is no fault of the request."""
+    request = a_request(RequestState.STREAMING)
+    for number in range(2 * LOSSES_MAX):
+        request.on_preempted(3, float(number))
+        assert (request.state, request.is_waiting) == (RequestState.SWITCHING, True)
+        request.on_route(OTHER, float(number))
+    assert request.switch is not None
+    assert request.switch.kind is SwitchKind.PREEMPTION
+
+
+def test_a_preempted_request_without_failover_ends_if_it_has_begun() -> None:
+    begun = a_request(RequestState.STREAMING, may_fail_over=False)
+    begun.on_preempted(3, 1.0)
+    assert isinstance(begun.error, InferenceLost)
+    new = a_request(RequestState.STARTING, may_fail_over=False)
+    new.on_preempted(0, 1.0)
+    assert new.state is RequestState.WAITING
+
+
 def test_a_request_handed_over_before_its_first_token_was_promised_to_nobody() -> None:
     request = a_request(RequestState.STARTING, may_fail_over=False)
     request.on_handed_over("to server-1/0", 0, 1.0)

@@ -16,7 +16,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands, jobs, lifecycle, loading, migrations, restore
+from services.scheduler.core import commands, jobs, lifecycle, loading, migrations, moving, restore
 from services.scheduler.core.instances import Instance, InstanceEvent
 from services.scheduler.core.ready import ToAgent
 from services.scheduler.core.servers import Server, Slot, is_other_device
@@ -164,9 +164,10 @@ def _check_instance(step: Step, instance: Instance, message: WorkerHeartbeat) ->
             is_expected = instance.state is not InstanceState.READY
             reason = lifecycle.UNLOADED if is_expected else "its worker no longer has it"
             lifecycle.end_instance(step, instance, InstanceEvent.ENDED, reason)
-        case InstanceState.READY if message.state is WorkerState.DRAINING:
-            # It stops: new requests need another instance.
-            lifecycle.drain(step, instance)
+        case InstanceState.READY if message.state is WorkerState.DRAINING and not instance.is_migrating:
+            # It stops: what runs there goes on elsewhere, or ends there when nowhere has a place for it.
+            if instance.stays_until_s is not None or not moving.move_away(step, instance):
+                lifecycle.drain(step, instance)
         case InstanceState.DRAINING | InstanceState.UNLOADING:
             is_heard = message.state is WorkerState.DRAINING
             if not is_heard and step.now - instance.unload_sent_s >= step.settings.repeat_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from whimbrel.wire.messages import AgentHeartbeat, Tier, WorkerHeartbeat
+from whimbrel.wire.messages import AgentHeartbeat, Tier, WorkerHeartbeat, WorkerState
 from whimbrel.wire.records import BandwidthRecord, ServerRecord
 
 from services.scheduler.core.bandwidth import prior
@@ -45,10 +45,13 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
-        """A worker that is alive and has nothing: an instance could be loaded there."""
+        """A worker that is alive, has nothing and does not stop: an instance could be loaded there."""
         if self.owner is not None or self.occupant is not None or self.reserved_for is not None:
             return False
-        return self.is_alive and self.heartbeat is not None
+        if self.heartbeat is None or not self.is_alive:
+            return False
+        # A worker that drains, and has nothing, is about to stop.
+        return self.heartbeat.state is not WorkerState.DRAINING or self.heartbeat.instance_id is not None
 
     @property
     def is_host(self) -> bool:

@@ -68,8 +68,24 @@ def test_a_worker_that_says_it_has_nothing_is_believed() -> None:
     assert cluster.instances() == []
 
 
-def test_a_worker_that_stops_drains_its_instance_and_new_requests_go_elsewhere() -> None:
+def test_what_runs_on_a_worker_that_stops_goes_on_elsewhere() -> None:
+    """SIGTERM to a worker: nothing waits for long answers to end."""
     cluster = a_cluster("a", servers=2)
+    running = cluster.router.request("q1", "a", run_s=50.0)
+    cluster.run(2.0)
+    worker = cluster.workers["s0", 0]
+    worker.state = WorkerState.DRAINING
+    worker.beat()
+    cluster.run(3.0)
+    assert running.switched == 1
+    assert [record.server_id for record in cluster.instances()] == ["s1"]
+    other = cluster.router.request("q2", "a")
+    cluster.run(1.0)
+    assert other.is_done
+
+
+def test_a_worker_that_stops_ends_its_requests_where_no_place_is_left_and_takes_no_new_ones() -> None:
+    cluster = a_cluster("a")
     running = cluster.router.request("q1", "a", run_s=5.0)
     cluster.run(2.0)
     worker = cluster.workers["s0", 0]
@@ -78,11 +94,22 @@ def test_a_worker_that_stops_drains_its_instance_and_new_requests_go_elsewhere()
     cluster.run(0.1)
     assert [record.state for record in cluster.instances()] == [InstanceState.DRAINING]
     other = cluster.router.request("q2", "a")
-    cluster.run(3.0)
-    assert other.is_done
+    cluster.run(1.0)
+    assert not other.is_done
     cluster.run(5.0)
     assert running.is_done
-    assert [record.server_id for record in cluster.instances()] == ["s1"]
+    assert running.switched == 0
+
+
+def test_nothing_is_placed_on_a_worker_that_is_about_to_stop() -> None:
+    cluster = a_cluster("a", servers=2)
+    for key in (("s0", 0), ("s1", 0)):
+        cluster.workers[key].state = WorkerState.DRAINING
+        cluster.workers[key].beat()
+    cluster.run(0.1)
+    cluster.router.request("q1", "a")
+    cluster.run(1.0)
+    assert cluster.instances() == []
 
 
 def test_an_instance_that_its_worker_ends_with_an_error_is_lost() -> None:

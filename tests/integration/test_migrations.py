@@ -19,7 +19,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, running_cluster, wait_until, whimbrel
 
 MODEL = "alpha"
-PROMPT = "a whimbrel flies from one continent to the other and arrives 🐦 " * 6
+PROMPT = "a whimbrel flies from one continent to the other and arrives 🐦 " * 3
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ class AgentConfig:
     moved for `stall_s_max` is given up; a repository that is silent is given up before, by the tries it is allowed. At
     start `probe_bytes` are written and read to learn the SSD's speed: past the start of a disk's ramp, yet 0.7 s at
     100 MB/s. Imports from a hub or a URL, and those for an object store, are prepared in `staging_dir`; by default a
-    hidden directory in `ssd_dir`.
+    hidden directory in `ssd_dir`. With `ssd_bytes_per_s_max`, loads read the SSD no faster, for the sake of others that
+    use it; 0 is no limit.
     """
 
     server_id: str
@@ -39,6 +40,7 @@ class AgentConfig:
     stall_s_max: float = 75.0
     probe_bytes: int = 64 * MIB
     staging_dir: Path | None = None
+    ssd_bytes_per_s_max: float = 0.0
     nats_url: str = "nats://127.0.0.1:4222"
     cluster: str = "wb"
     log_level: str = "info"
@@ -57,6 +59,9 @@ class AgentConfig:
             raise ConfigError("WB_POOL_BYTES", reason)
         if self.ssd_bytes <= 0:
             raise ConfigError("WB_SSD_BYTES", f"{self.ssd_bytes} is no budget; give it a positive size")
+        if self.ssd_bytes_per_s_max < 0:
+            reason = f"{self.ssd_bytes_per_s_max} is no rate; give bytes per second, or 0 for no limit"
+            raise ConfigError("WB_SSD_BYTES_PER_S_MAX", reason)
         for name in ("attach_s_max", "stall_s_max"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"WB_{name.upper()}", f"{getattr(self, name)} is no time to wait; give seconds")

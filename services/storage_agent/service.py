@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 
@@ -214,7 +215,7 @@ class StorageAgentService:
             pool_free_bytes=tiers.pool_free_bytes(),
             ssd_size_bytes=config.ssd_bytes,
             ssd_used_bytes=tiers.residency.ssd_used_bytes(),
-            probe_bandwidth_bytes_per_s=tiers.probe.bandwidth_bytes_per_s,
+            probe_bandwidth_bytes_per_s=min(tiers.probe.bandwidth_bytes_per_s, config.ssd_bytes_per_s_max or math.inf),
             presence_path=str(parts.presence.path),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Sequence
 
 import ckptio
@@ -57,18 +58,30 @@ class SsdReads:
         def hear(numbers: Sequence[int]) -> None:
             loop.call_soon_threadsafe(arrived, [chunks[number] for number in numbers])
 
-        def run() -> None:
+        def read(first: int, orders: Sequence[ReadOrder]) -> None:
             self._reader.run(
                 self._tiers.pool.mapping,
                 [checkpoint.path / partition_file(k) for k in range(len(checkpoint.index.partitions))],
-                [self._order(checkpoint, copy, chunk) for chunk in chunks],
+                orders,
                 is_verified=True,
                 is_bounced=not self._tiers.pool.report.has_huge_pages,
                 # None: direct, but for chunks that are in the page cache already.
                 direct=None if self._tiers.probe.is_direct else False,
-                arrived=hear,
+                arrived=lambda numbers: hear([first + number for number in numbers]),
                 cancel=cancel,
             )
+
+        def run() -> None:
+            orders = [self._order(checkpoint, copy, chunk) for chunk in chunks]
+            bytes_per_s = self._config.ssd_bytes_per_s_max
+            if not bytes_per_s:
+                read(0, orders)
+                return
+            due_s = time.monotonic()
+            for number, order in enumerate(orders):
+                read(number, [order])
+                due_s += order.chunk.size_bytes / bytes_per_s
+                time.sleep(max(0.0, due_s - time.monotonic()))
 
         # Cancelled, the reader's threads have to stop before the chunks that they fill are given away.
         await self._thread.run_until(cancel.cancel, run)

@@ -26,6 +26,9 @@ PREFETCH_S_MAX = 60.0
 KEEP_ALIVE_S = 0.5
 EMPTY_S_MAX = 60.0
 POOL_BYTES = 1280 * MIB
+# In the figure, loading from an SSD takes much longer than computing a few hundred tokens again. With a small model and
+# a fast disk it does not, so loads may use no more of it than a shared or networked one would give.
+SSD_BYTES_PER_S_MAX = 200_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +42,13 @@ class Played:
 
 
 def options(directory: Path, policy: str) -> ClusterOptions:
-    return ClusterOptions(
-        directory=directory, servers=2, slots=1, port=0, pool_bytes=POOL_BYTES, environ={"WB_POLICY": policy}
-    )
+    environ = {
+        "WB_POLICY": policy,
+        "WB_SSD_BYTES_PER_S_MAX": str(SSD_BYTES_PER_S_MAX),
+        # So that an answer is the same however it was split into prefill and decode.
+        "WB_DTYPE": "float32",
+    }
+    return ClusterOptions(directory=directory, servers=2, slots=1, port=0, pool_bytes=POOL_BYTES, environ=environ)
 
 
 async def set_up(client: AdminClient, models: Path) -> None:

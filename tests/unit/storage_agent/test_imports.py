@@ -22,9 +22,13 @@ from whimbrel.wire.messages import (
     Tier,
 )
 
+from services.storage_agent import imports
 from services.storage_agent.checkpoints import checkpoint_digest
 from tests.support.checkpoints import make_checkpoint
 from tests.unit.storage_agent.harness import CHUNK_BYTES, Harness, a_config, an_agent, damage, truncate
+
+# How often an import tells its progress, where a fast disk would end it before it told anything.
+OFTEN_S = 0.01
 
 
 def leftovers(agent: Harness) -> list[str]:
@@ -110,7 +114,8 @@ async def test_jobs_run_one_after_another_and_are_listed_while_they_do(home: Pat
         assert all(isinstance(end, ImportFinished) for end in ends)
 
 
-async def test_a_long_import_says_how_far_it_is(home: Path) -> None:
+async def test_a_long_import_says_how_far_it_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "REPEAT_S", OFTEN_S)
     source = make_checkpoint(home / "source", padding_bytes=3000 * CHUNK_BYTES)
     async with an_agent(a_config(home)) as agent:
         command = await agent.start_import("m", source)
@@ -265,7 +270,8 @@ async def test_a_killed_agents_half_import_is_removed_at_the_next_start(home: Pa
         assert await agent.import_model("m", make_checkpoint(home / "source"))
 
 
-async def test_a_cancel_command_ends_an_import(home: Path) -> None:
+async def test_a_cancel_command_ends_an_import(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "REPEAT_S", OFTEN_S)
     source = make_checkpoint(home / "source", padding_bytes=3000 * CHUNK_BYTES)
     async with an_agent(a_config(home)) as agent:
         command = await agent.start_import("m", source)
@@ -278,7 +284,7 @@ async def test_a_cancel_command_ends_an_import(home: Path) -> None:
 
 
 async def test_an_agent_that_stops_leaves_its_import_to_another_one(home: Path) -> None:
-    source = make_checkpoint(home / "source", padding_bytes=1000 * CHUNK_BYTES)
+    source = make_checkpoint(home / "source", padding_bytes=3000 * CHUNK_BYTES)
     async with an_agent(a_config(home)) as agent:
         command = await agent.start_import("m", source)
         await agent.until(AgentHeartbeat, lambda beat: beat.jobs == (command.job_id,))

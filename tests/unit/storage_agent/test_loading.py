@@ -106,6 +106,22 @@ async def test_a_restarted_agent_finds_its_ssd_copies_and_removes_what_is_not_wh
         assert (await agent.load("m", digest)).source_tier is Tier.SSD
 
 
+async def test_an_ssd_that_others_use_too_is_read_no_faster_than_is_allowed(home: Path) -> None:
+    """E6: the limit is what the agent says of its speed, so that estimates are right from the first load on."""
+    size_bytes, bytes_per_s = 20 * CHUNK_BYTES, 4_000_000.0
+    config = a_config(home, ssd_bytes_per_s_max=bytes_per_s)
+    digest = publish(config, "m", size_bytes=size_bytes)
+    async with an_agent(config) as agent:
+        await agent.load("m", digest)
+        beat = await agent.stored()
+        assert beat.probe_bandwidth_bytes_per_s <= bytes_per_s
+    async with an_agent(config) as agent:
+        end = await agent.load("m", digest)
+        assert end.source_tier is Tier.SSD
+        (report,) = [report for report in end.reports if report.tier is Tier.SSD]
+        assert report.seconds >= 0.9 * size_bytes / bytes_per_s
+
+
 async def test_reading_begins_while_the_worker_is_still_being_asked_to_attach(home: Path) -> None:
     """L6: the model manager loads while the inference process initialises; sync before the first inference."""
     config = a_config(home)

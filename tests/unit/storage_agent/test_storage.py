@@ -58,6 +58,7 @@ def test_the_configuration_comes_from_the_environment_with_sizes_a_person_can_wr
         ("WB_CHUNK_SIZE_BYTES", "1024"),
         ("WB_READER_THREADS", "0"),
         ("WB_READER_THREADS", "65"),
+        ("WB_SSD_BYTES_PER_S_MAX", "-1"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(name: str, value: str) -> None:

@@ -1,0 +1,58 @@
+"""The puzzle that live migration is for, with two real models on real slots, under each policy (C7)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from whimbrel.cli import figure_3
+from whimbrel.cli.cluster import LocalCluster
+from whimbrel.client import AdminClient
+
+from tests.support.cluster import ROOT
+from tools.demo_models import DemoModels
+
+# What B's first token takes beside its load: messages and the prefill of a larger model on one processor.
+BESIDE_LOAD_S_MAX = 2.0
+
+
+@pytest.fixture(scope="module")
+def models() -> Path:
+    directory = Path(os.environ.get("WHIMBREL_MODELS", ROOT / ".models"))
+    maker = DemoModels(directory)
+    maker.make_smollm2()
+    maker.make_random()
+    return directory
+
+
+@pytest.mark.timeout(400)
+def test_a_moves_while_it_streams_and_b_starts_from_dram_and_both_say_what_they_always_say(
+    tmp_path: Path, models: Path
+) -> None:
+    """C7, G11: and with the policies that the figure compares it to, B waits for the SSD or for A."""
+    played = {}
+    for policy in ("migration", "availability", "locality"):
+        played[policy] = asyncio.run(play(tmp_path / policy, policy, models))
+    for policy, (one, said) in played.items():
+        print(
+            f"{policy}: B began after {one.b.start_s:.2f} s from {one.b.answer.tier}; A's longest pause "
+            f"{1000 * one.a.pause_s:.0f} ms, usually {1000 * one.a.gap_s:.0f} ms"
+        )
+        assert (one.a.text, one.b.text) == said, f"{policy}: both are complete, and as when nobody disturbed them"
+    migrated, waited, blocked = (played[name][0] for name in ("migration", "availability", "locality"))
+    assert migrated.migrations == 1
+    assert migrated.b.answer.tier == "dram"
+    assert migrated.b.start_s < BESIDE_LOAD_S_MAX
+    assert waited.b.answer.tier == "ssd"
+    assert waited.b.start_s > migrated.b.start_s, "a free slot, and a slow load"
+    assert blocked.b.start_s > migrated.b.start_s, "the best server, and an answer of unknown length"
+    assert blocked.migrations == waited.migrations == 0
+
+
+async def play(directory: Path, policy: str, models: Path) -> tuple[figure_3.Played, tuple[str, str]]:
+    async with LocalCluster(figure_3.options(directory, policy)) as cluster, AdminClient(cluster.url) as client:
+        await figure_3.set_up(client, models)
+        said = await figure_3.undisturbed(client)
+        return await figure_3.play(client), said

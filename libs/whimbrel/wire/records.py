@@ -105,6 +105,8 @@ class InstanceRecord(Record, frozen=True, kw_only=True):
     stages: Stages | None
     #: Beside `slot`, whose worker has it: on GPUs one for each further partition.
     more_slots: tuple[int, ...] = ()
+    #: While it drains: what runs is stopped for another model.
+    is_preempted: bool = False
 
     def key(self) -> str:
         return self.instance_id

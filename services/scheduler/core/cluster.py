@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from zlib import crc32
 
-from whimbrel.wire.messages import MigrationStatus
+from whimbrel.wire.messages import MigrationState, MigrationStatus
 from whimbrel.wire.records import AccuracyRecord, InstanceState, Record, ResumeRecord
 
 from services.scheduler.core import resumes, scaling, sights
@@ -133,8 +133,15 @@ class Cluster:
         return [self.instances[instance_id] for instance_id in model.instances]
 
     def standing_instances(self, model: Model) -> list[Instance]:
-        """Those that load, serve or are asked to unload. A destination stands for nothing yet: its source does."""
-        return [i for i in self.instances_of(model) if i.record.state in STANDING and i.arriving is None]
+        """Those that load, serve or are asked to unload. Of a migration's two, one counts: the source until it stops,
+        and then the destination."""
+        found = [self.instances[instance_id] for instance_id in model.instances]
+        standing = [instance for instance in found if instance.record.state in STANDING]
+        return [i for i in standing if i.arriving is None or self._has_arrived(i.arriving)]
+
+    def _has_arrived(self, migration_id: str) -> bool:
+        migration = self.migrations.get(migration_id)
+        return migration is not None and migration.state is MigrationState.HANDOVER
 
     def ready_instance(self, model: Model) -> Instance | None:
         """The one that serves and has the least to do; the oldest of equals."""
@@ -169,15 +176,15 @@ class Cluster:
     def reserve(self, reservation: Reservation) -> None:
         slots = [self.servers[reservation.server_id].slots[slot] for slot in reservation.slots]
         assert all(slot.reserved_for is None for slot in slots), "a slot is reserved once"
-        assert reservation.model_id not in self.reservations, "a model waits for one set of slots"
+        assert reservation.key not in self.reservations, "one waits for one set of slots"
         for slot in slots:
-            slot.reserved_for = reservation.model_id
-        self.reservations[reservation.model_id] = reservation
+            slot.reserved_for = reservation.key
+        self.reservations[reservation.key] = reservation
         self.touch(reservation.server_id)
 
-    def release(self, model_id: str) -> None:
-        """The model does not wait for its slots any more; without a reservation nothing happens."""
-        reservation = self.reservations.pop(model_id, None)
+    def release(self, key: str) -> None:
+        """The model, or the migration, does not wait for slots any more; without a reservation nothing happens."""
+        reservation = self.reservations.pop(key, None)
         if reservation is not None:
             for slot in reservation.slots:
                 self.servers[reservation.server_id].slots[slot].reserved_for = None

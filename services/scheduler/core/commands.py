@@ -47,7 +47,7 @@ def command_unload(step: Step, instance: Instance) -> None:
         instance_id=record.instance_id,
         drain=record.state is InstanceState.DRAINING,
         scheduler_epoch=step.epoch,
-        preempt=instance.is_preempted,
+        preempt=record.is_preempted,
     )
     step.send(ToWorker(server_id=record.server_id, slot=record.slot), unload)
 

@@ -183,6 +183,8 @@ class Controller:
         migrations.settle(step)
         deletion.advance(step)
         waiting.settle(step)
+        # Those that were decided just now: an idle twin is ready already.
+        migrations.settle(step)
         restore.advance(step)
         return step.ready()
 

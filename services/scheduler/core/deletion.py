@@ -47,6 +47,8 @@ def advance(step: Step) -> None:
 
 def _end_instances(step: Step, model: Model) -> None:
     for instance in step.cluster.instances_of(model):
+        if instance.arriving is not None:
+            continue  # what moves to it ends there, or its migration is abandoned with its source
         if instance.state is InstanceState.READY:
             lifecycle.drain(step, instance)
         elif instance.state is InstanceState.LOADING:

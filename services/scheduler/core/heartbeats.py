@@ -166,8 +166,7 @@ def _check_instance(step: Step, instance: Instance, message: WorkerHeartbeat) ->
             lifecycle.end_instance(step, instance, InstanceEvent.ENDED, reason)
         case InstanceState.READY if message.state is WorkerState.DRAINING and not instance.is_migrating:
             # It stops: what runs there goes on elsewhere, or ends there when nowhere has a place for it.
-            if instance.stays_until_s is not None or not moving.move_away(step, instance):
-                lifecycle.drain(step, instance)
+            moving.leave(step, instance)
         case InstanceState.DRAINING | InstanceState.UNLOADING:
             is_heard = message.state is WorkerState.DRAINING
             if not is_heard and step.now - instance.unload_sent_s >= step.settings.repeat_s:

@@ -170,6 +170,8 @@ def _publish(step: Step, model: Model, message: ImportFinished, facts: ManifestF
         )
     )
     for instance in step.cluster.instances_of(model) if is_other else []:
+        if instance.arriving is not None:
+            continue  # its requests are of the old bytes; it drains when they have moved
         if instance.state is InstanceState.READY:
             lifecycle.drain(step, instance)
         elif instance.state is InstanceState.LOADING:

@@ -162,9 +162,9 @@ class Instance(msgspec.Struct, kw_only=True, eq=False):
     leaving: str | None = None
     arriving: str | None = None
     is_closed: bool = False
-    is_preempted: bool = False
     #: It was just moved or loaded, or moving it was tried and given up: it is neither moved nor stopped until then.
     stays_until_s: float | None = None
+    moves_failed: int = 0
     #: What placement saw of it, with what that was made from.
     occupant: Seen | None = None
     active: dict[str, Running] = msgspec.field(default_factory=dict)

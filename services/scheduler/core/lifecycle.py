@@ -128,7 +128,7 @@ def refuse_unload(step: Step, instance: Instance) -> None:
     step.cluster.touch(instance.record.server_id)
     for reservation in list(step.cluster.reservations.values()):
         if instance.instance_id in reservation.waiting_for:
-            step.cluster.release(reservation.model_id)
+            step.cluster.release(reservation.key)
     model = step.cluster.models[instance.record.model_id]
     if model.is_servable and model.record.checkpoint_digest == instance.record.checkpoint_digest:
         serve_waiters(step, instance)
@@ -148,7 +148,7 @@ def drain(step: Step, instance: Instance) -> None:
 def preempt(step: Step, instance: Instance) -> None:
     """READY → DRAINING. What runs is stopped; routers start it again from its tokens wherever there is a place."""
     instance.enter(InstanceEvent.PREEMPTED)
-    instance.is_preempted = True
+    instance.record = msgspec.structs.replace(instance.record, is_preempted=True)
     step.save(instance.record)
     step.cluster.touch_peers(instance)
     step.send_routers(commands.route_added(instance))

@@ -41,21 +41,23 @@ from services.scheduler.core.ready import ToWorker
 from services.scheduler.core.settings import MOVE_AGAIN_S
 from services.scheduler.core.step import Step
 
-# Beside what is estimated for the first round: its deadline is so many times that, if that is more than the usual one.
-FIRST_ROUND_TIMES = 3.0
+# A round may take so many times what it is estimated to, if that is more than the usual deadline.
+ROUND_TIMES = 3.0
+# Routers switch within milliseconds; one that missed the last frame asks for it after a second.
+HANDOVER_S_MAX = 2.5
 # Who wanted a migration.
 PLACEMENT, OPERATOR, DRAIN = "placement", "operator", "drain"
 
 
 def can_start(step: Step, move: Move) -> bool:
-    """Whether the move is possible as things are: slots are kept for a model once at a time."""
+    """Whether the move is possible as things are."""
     source = step.cluster.instances.get(move.instance_id)
     if source is None or source.state is not InstanceState.READY or source.is_migrating:
         return False
     into = None if move.into is None else step.cluster.instances.get(move.into)
     if move.into is not None:
         return into is not None and step.cluster.is_idle(into)
-    return not move.evict or move.model_id not in step.cluster.reservations
+    return True
 
 
 def start(step: Step, move: Move, reasons: Reasons, *, reason: str, for_model_id: str = "") -> Migration:
@@ -138,13 +140,14 @@ def on_round_completed(step: Step, message: RoundCompleted, reply_to: str | None
     if migration is None or source is None or not migration.accepts(MigrationEvent.ROUND_COMPLETED):
         return
     record = migration.record
-    if message.round <= record.rounds:
+    if message.round < record.rounds or (message.round == record.rounds and _is_told(migration)):
         # What followed was lost on its way, or this is old: the source is told again what to do now.
         _tell_source(step, migration)
         return
     migration.enter(MigrationEvent.ROUND_COMPLETED)
     migration.progress_s = step.now
-    before_tokens = record.gap_tokens if record.rounds else None
+    # Said again to a new leader, a round is compared with none.
+    before_tokens = record.gap_tokens if 0 < record.rounds < message.round else None
     _change(step, migration, rounds=message.round, gap_tokens=message.gap_tokens, sent_tokens=message.sent_tokens)
     following = after_round(
         round=message.round,
@@ -203,6 +206,15 @@ def hear_placed(step: Step, request_id: str) -> None:
         if any(request_id == moving for moving, _ in migration.record.moving):
             migration.requeued += 1
             _switched(step, migration, request_id)
+
+
+def hear_counts(step: Step, router_id: str, requests: dict[str, int]) -> None:
+    """A router's heartbeat: whatever of its news got lost, as many requests as were moving run at the destination."""
+    for migration in step.cluster.migrations.values():
+        moving = [name for name, router in migration.record.moving if router == router_id]
+        if moving and requests.get(migration.record.destination_instance_id, 0) >= len(moving):
+            for request_id in moving:
+                _switched(step, migration, request_id)
 
 
 def forget_router(step: Step, router_id: str) -> None:
@@ -287,7 +299,11 @@ def _what_happened(step: Step, migration: Migration) -> MigrationEvent | None:
             return MigrationEvent.DESTINATION_LOST
         if not record.moving:
             return MigrationEvent.ROUTES_SWITCHED
-        return MigrationEvent.DEADLINE_EXCEEDED if _is_stalled(step, migration) else None
+        if step.now - migration.progress_s < HANDOVER_S_MAX:
+            return None
+        # Whoever has not been heard by now has left, or asks for a place: the others should not wait.
+        is_there = destination is not None and destination.state is InstanceState.READY
+        return MigrationEvent.ROUTES_SWITCHED if is_there else MigrationEvent.DEADLINE_EXCEEDED
     if source is None:
         return MigrationEvent.SOURCE_LOST
     if is_destination_lost:
@@ -310,10 +326,14 @@ def _switched(step: Step, migration: Migration, request_id: str) -> None:
         _change(step, migration, moving=left)
 
 
+def _is_told(migration: Migration) -> bool:
+    """Whether the source was told what follows its last round."""
+    return migration.is_stopping or migration.asked_round > migration.record.rounds
+
+
 def _is_expected(step: Step, migration: Migration) -> bool:
     """Whether a destination that is not there yet is still to come: its slots are kept until idle ones have gone."""
-    reservation = step.cluster.reservations.get(migration.record.model_id)
-    return reservation is not None and reservation.migration_id == migration.migration_id
+    return migration.migration_id in step.cluster.reservations
 
 
 def _has_finished(step: Step, source: Instance) -> bool:
@@ -327,10 +347,12 @@ def _is_useless(destination: Instance) -> bool:
 
 
 def _is_stalled(step: Step, migration: Migration) -> bool:
-    limit_s = step.settings.migration_stall_s
-    if migration.state is MigrationState.RESUMING and not migration.record.rounds:
-        limit_s = max(limit_s, FIRST_ROUND_TIMES * migration.resume_s)
-    return step.now - migration.progress_s >= limit_s
+    source = step.cluster.instances.get(migration.record.source_instance_id)
+    round_s = migration.resume_s
+    if migration.record.rounds and source is not None:
+        known = step.cluster.resume_record(source)
+        round_s = known.seconds_per_token * migration.record.gap_tokens + known.overhead_s
+    return step.now - migration.progress_s >= max(step.settings.migration_stall_s, ROUND_TIMES * round_s)
 
 
 def _take(step: Step, migration: Migration, event: MigrationEvent, *, cause: str) -> None:
@@ -400,7 +422,7 @@ def _finish(step: Step, migration: Migration) -> None:
     """→ FINISHED. The destination is an instance like any other."""
     record = migration.record
     observed_s = step.now - migration.started_s
-    if migration.ready_s is not None and migration.stopped_s is not None:
+    if migration.ready_s is not None and migration.stopped_s is not None and migration.resume_s > 0.0:
         known = step.cluster.accuracies.get(f"{record.destination_server_id}/{Tier.GPU}")
         known = known or accuracy.unknown(record.destination_server_id, Tier.GPU)
         resumed_s = migration.stopped_s - migration.ready_s
@@ -425,7 +447,7 @@ def _finish(step: Step, migration: Migration) -> None:
     destination = step.cluster.instances.get(record.destination_instance_id)
     if destination is not None:
         # Its clients have had one pause.
-        destination.stays_until_s = step.now + step.settings.fair_wait_s
+        destination.stays_until_s = step.now + min(step.settings.fair_wait_s, MOVE_AGAIN_S)
 
 
 def _abandon_both(step: Step, migration: Migration, event: MigrationEvent, cause: str) -> None:
@@ -441,12 +463,11 @@ def _abandon_both(step: Step, migration: Migration, event: MigrationEvent, cause
         )
     )
     _end(step, migration, cause)
-    reservation = cluster.reservations.get(record.model_id)
-    if reservation is not None and reservation.migration_id == migration.migration_id:
-        cluster.release(record.model_id)
+    cluster.release(record.migration_id)
     source = cluster.instances.get(record.source_instance_id)
     if source is not None:
         step.send(_worker_of(source), _abandon(step, record.migration_id))
+        source.moves_failed += 1
         source.stays_until_s = step.now + MOVE_AGAIN_S
         _reopen_source(step, source)
     _release_target(step, record)
@@ -462,8 +483,9 @@ def _abandon_both(step: Step, migration: Migration, event: MigrationEvent, cause
     destination.arriving = None
     if destination.state is InstanceState.LOADING:
         lifecycle.end_load(step, destination, InstanceEvent.LOAD_FAILED)
-    elif destination.state is InstanceState.READY:
-        lifecycle.evict(step, destination)
+    else:
+        # Idle, it goes as soon as anybody needs its slot, or when its keep-alive ends.
+        _open_destination(step, migration)
 
 
 def _requeue(step: Step, migration: Migration, cause: str) -> None:
@@ -501,8 +523,13 @@ def _open_destination(step: Step, migration: Migration) -> None:
     destination.arriving = None
     destination.idle_since_s = max(destination.idle_since_s, step.now)
     step.cluster.touch_peers(destination)
-    if destination.state is InstanceState.READY:
+    model = step.cluster.models[destination.record.model_id]
+    if destination.state is not InstanceState.READY:
+        return
+    if model.is_servable and model.record.checkpoint_digest == destination.record.checkpoint_digest:
         lifecycle.serve_waiters(step, destination)
+    else:
+        lifecycle.drain(step, destination)
 
 
 def _reopen_source(step: Step, source: Instance) -> None:

@@ -124,5 +124,12 @@ class Reservation(msgspec.Struct, kw_only=True, eq=False):
     since_s: float = 0.0
     #: What was decided, when nothing but idle instances stands between it and the load.
     placement: Placement | None = None
-    #: The migration whose destination is to be loaded there.
+    #: Running instances go first, which may take long: meanwhile the model may take a slot that is free.
+    is_move: bool = False
+    #: The migration whose destination is to be loaded there. Its slots are its own, not those that the model waits for.
     migration_id: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Whom the slots are kept for."""
+        return self.migration_id or self.model_id

@@ -7,7 +7,7 @@ from whimbrel.wire.errors import Conflict, ModelNotFound, ServerNotFound
 from whimbrel.wire.messages import GetMigrations, GetMigrationsReply, MigrateModel, MigrateModelReply
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import migrations, plans, sentences
+from services.scheduler.core import lifecycle, migrations, plans, sentences
 from services.scheduler.core.decisions import Candidate, Move, Placement, Reasons
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.policies import POLICIES
@@ -15,6 +15,8 @@ from services.scheduler.core.step import Step
 from services.scheduler.core.views import Occupant, ServerView, Task
 
 NAMED_MAX = 20
+# An instance that is to go ends its requests where it is when moving it has failed so often.
+MOVES_FAILED_MAX = 2
 
 
 def on_migrate_model(step: Step, message: MigrateModel, reply_to: str | None) -> None:
@@ -24,6 +26,10 @@ def on_migrate_model(step: Step, message: MigrateModel, reply_to: str | None) ->
     if source.is_migrating:
         raise Conflict(reason=f"instance {source.instance_id} is being migrated; see `whimbrel migrations`")
     occupant = _occupant(step, source)
+    if source.stays_until_s is not None:
+        left_s = max(0.0, source.stays_until_s - step.now)
+        reason = f"instance {source.instance_id} was moved, or could not be, a moment ago; try again in {left_s:.0f} s"
+        raise Conflict(reason=reason)
     if occupant is None or occupant.resume is None:
         reason = f"instance {source.instance_id} runs nothing that could be moved; unload it, and load it elsewhere"
         raise Conflict(reason=reason)
@@ -58,8 +64,9 @@ def move_away(step: Step, instance: Instance) -> bool:
         view, idle = twins[0]
         move = _into(occupant, view, idle, step.now)
     else:
-        decision = POLICIES["migration"](snapshot, occupant.task, step.now)
-        if not isinstance(decision, Placement) or decision.moves:
+        # Any free slot will do, before others have to move for it in their turn.
+        decision = POLICIES["availability"](snapshot, occupant.task, step.now)
+        if not isinstance(decision, Placement):
             return False
         candidate = Candidate(
             server_id=decision.server_id, slots=decision.slots, estimate=decision.estimate, evict=decision.evict
@@ -69,6 +76,20 @@ def move_away(step: Step, instance: Instance) -> bool:
         return False
     migrations.start(step, move, reasons, reason=migrations.DRAIN)
     return True
+
+
+def leave(step: Step, instance: Instance) -> None:
+    """What runs there goes on elsewhere; where there is no place for it, it ends there, and nothing new begins."""
+    if instance.is_migrating:
+        return
+    if instance.stays_until_s is not None:
+        if instance.moves_failed < MOVES_FAILED_MAX:
+            return  # it was just moved, or could not be: soon it can be tried again
+    elif move_away(step, instance):
+        return
+    if not instance.promised:
+        # Whoever was given its route arrives first: a draining instance takes no new request.
+        lifecycle.drain(step, instance)
 
 
 def _find(step: Step, what: str) -> Instance:

@@ -137,11 +137,7 @@ def _send_away(step: Step, instance: Instance) -> None:
     if step.cluster.is_idle(instance):
         lifecycle.evict(step, instance)
         return
-    # One that could not be moved a moment ago ends its requests here.
-    is_moving = instance.stays_until_s is None and moving.move_away(step, instance)
-    if not is_moving and not instance.promised:
-        # Whoever was given its route arrives first: a draining instance takes no new request.
-        lifecycle.drain(step, instance)
+    moving.leave(step, instance)
 
 
 def _decide(step: Step, server: Server, *, is_cordoned: bool, is_draining: bool) -> None:

@@ -46,6 +46,7 @@ def on_router_heartbeat(step: Step, message: RouterHeartbeat, reply_to: str | No
     router = step.cluster.hear_router(message.router_id, now=step.now)
     router.epoch = message.epoch
     active = {activity.instance_id: activity for activity in message.active}
+    migrations.hear_counts(step, router.router_id, {k: said.requests for k, said in active.items()})
     for instance_id in dict.fromkeys([*router.counted, *active]):
         instance = step.cluster.instances.get(instance_id)
         if instance is not None:

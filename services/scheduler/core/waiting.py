@@ -129,7 +129,7 @@ def _fulfil(step: Step, reservation: Reservation) -> None:
     cluster = step.cluster
     model = cluster.models[reservation.model_id]
     placement = reservation.placement
-    cluster.release(reservation.model_id)
+    cluster.release(reservation.key)
     if reservation.migration_id is not None:
         _load_destination(step, model, reservation)
         return
@@ -205,7 +205,7 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
     if cluster.shortfall(model) <= 0:
         return False
     reservation = cluster.reservations.get(model.model_id)
-    if reservation is not None and not reservation.is_drain:
+    if reservation is not None and not (reservation.is_drain or reservation.is_move):
         return False
     policy = policy or step.settings.policy
     task = cluster.task_of(model)
@@ -221,6 +221,8 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
         error = ModelTooLarge(model_id=model.model_id, need_bytes=need_bytes, capacity_bytes=capacity_bytes)
         fail_waiters(step, model, error_reply(error))
     if not isinstance(decision, Placement):
+        return False
+    if reservation is not None and reservation.is_move and (decision.moves or decision.evict or decision.stopped):
         return False
     if not all(migrations.can_start(step, move) for move in decision.moves):
         return False
@@ -266,6 +268,7 @@ def _move_for(step: Step, model: Model, placement: Placement) -> None:
             waiting_for={*evicted_here, *moved, *placement.stopped},
             is_drain=False,
             placement=placement,
+            is_move=True,
         )
     )
     for instance_id in evicted_here:

@@ -416,6 +416,8 @@ class ToyRequest:
         instance_id = self.instance_id
         if not self.is_done:
             self.instance_id = None
+            # It waits since now: it had an instance until then.
+            self.asked_s = self.router.cluster.now
         self.router.say(
             InferenceFinished(
                 request_id=self.request_id,

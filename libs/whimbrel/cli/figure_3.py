@@ -18,7 +18,7 @@ from whimbrel.client import AdminClient
 MODEL_A, MODEL_B = "smollm2-135m", "random-360m"
 QUESTION_A = "Tell me a long story about a bird that flies over the sea."
 QUESTION_B = "What is a whimbrel?"
-TOKENS_A, TOKENS_B = 300, 8
+TOKENS_A, TOKENS_B = 160, 8
 # B comes when A has said so much.
 ASKED_AT = 40
 PREFETCH_S_MAX = 60.0
@@ -51,13 +51,18 @@ def options(directory: Path, policy: str) -> ClusterOptions:
     return ClusterOptions(directory=directory, servers=2, slots=1, port=0, pool_bytes=POOL_BYTES, environ=environ)
 
 
-async def set_up(client: AdminClient, models: Path) -> None:
-    """Deploy both models and bring their bytes where the figure has them."""
+async def deploy(client: AdminClient, models: Path) -> None:
     for name in (MODEL_A, MODEL_B):
         await client.deploy_and_wait(name, str((models / name).resolve()), keep_alive_s=KEEP_ALIVE_S)
+
+
+async def set_up(client: AdminClient) -> None:
+    """Bring the bytes of both models where the figure has them, and have the scheduler learn what prefills take."""
     for server, model, tier in (("s0", MODEL_A, "dram"), ("s1", MODEL_A, "dram"), ("s0", MODEL_B, "ssd")):
         await _bring(client, server, model, tier)
     await _bring(client, "s1", MODEL_B, "dram")
+    for question in (QUESTION_A, QUESTION_A * 4):
+        await watch(client, MODEL_A, question, max_tokens=2)
 
 
 async def undisturbed(client: AdminClient) -> tuple[str, str]:

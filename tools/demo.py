@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The demo: a cluster on this machine, a cold and a warm answer, rivals that take the model's slot and give it back.
+"""The demo: a cluster on this machine, a cold and a warm answer, rivals that take the model's slot and give it back,
+and an answer that moves to another server while it streams.
 
 Ends with status 0 only if everything it says has happened, and leaves nothing running.
 """
@@ -16,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from whimbrel.chassis.logging import configure
+from whimbrel.cli import figure_3
 from whimbrel.cli.cluster import ClusterOptions, LocalCluster
-from whimbrel.cli.show import cluster_table, follow_import, models_table
+from whimbrel.cli.show import cluster_table, follow_import, migration_sentence, models_table
 from whimbrel.client import AdminClient, events
 from whimbrel.client.admin import Answer
 
@@ -136,6 +138,24 @@ async def scale_to_zero(client: AdminClient) -> None:
     expect(list((await instances(client)).values()).count("") == 1, "a slot is free again")
 
 
+async def move_while_it_streams(models: Path, directory: Path) -> None:
+    """The paper's Figure 3: model A moves away while its client reads on, so that B can start where its bytes are."""
+    console.rule("8. live migration: A streams on s1, B is asked for, whose bytes are in s1's memory")
+    async with LocalCluster(figure_3.options(directory, "migration")) as cluster, AdminClient(cluster.url) as client:
+        await figure_3.deploy(client, models)
+        await figure_3.set_up(client)
+        played = await figure_3.play(client)
+        for migration in await client.migrations():
+            console.print(f"  {migration_sentence(migration)}, while it streamed")
+        said = await figure_3.undisturbed(client)
+    expect(played.migrations == 1 and played.b.answer.tier == "dram", "A moved to s0, and B started on s1 from DRAM")
+    expect((played.a.text, played.b.text) == said, "both said, word for word, what they say when nobody disturbs them")
+    console.print(
+        f"  [dim]B's first word after {played.b.start_s:.2f} s; A's longest pause {1000 * played.a.pause_s:.0f} ms, "
+        f"usually {1000 * played.a.gap_s:.0f} ms between two words[/dim]"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default=Path(".models"), help="made by tools/demo_models.py")
@@ -143,10 +163,11 @@ def main() -> int:
     configure("warning", service="demo")
     with tempfile.TemporaryDirectory(prefix="whimbrel-demo-") as directory:
         try:
-            asyncio.run(demo(arguments.models, Path(directory)))
+            asyncio.run(demo(arguments.models, Path(directory) / "1"))
+            asyncio.run(move_while_it_streams(arguments.models, Path(directory) / "2"))
         except (DemoFailed, TimeoutError) as error:
             console.print(f"[red]✗ {error}[/red]")
-            for log in sorted(Path(directory).glob("logs/*.log")):
+            for log in sorted(Path(directory).glob("*/logs/*.log")):
                 console.print(f"[dim]--- {log.name}[/dim]\n{log.read_text()[-1500:]}", markup=False)
             return 1
     console.print("[bold green]demo done[/bold green]")

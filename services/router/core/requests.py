@@ -104,6 +104,8 @@ NEEDS_ROUTE: dict[RequestEvent, bool] = {
 # At so many unplanned losses a request ends: enough for servers that go away under a long one, few enough that a
 # request which kills workers does not go on to kill all of them. A handover is planned and does not count.
 LOSSES_MAX = 4
+# A request that goes on elsewhere may take so many times `stalled_s` to its next token: all others are computed again.
+START_STALLED_TIMES = 3.0
 # A waiting request is not durable in the scheduler, so it is repeated; once a second keeps a restart invisible.
 PLACE_EVERY_S = 1.0
 # An instance that refused or did not answer is left alone this long: the scheduler learns of its end about then.
@@ -190,6 +192,7 @@ class Request:
         self._answered_at = now
         self._heard_at = now
         self._token_at = now
+        self._started_at = now
         self._forgiven_at = now
 
     @property
@@ -259,6 +262,7 @@ class Request:
 
     def on_route(self, route: Route, now: float) -> None:
         self._enter(RequestEvent.ROUTE_CHOSEN)
+        self._started_at = now
         self.route = route
         self.epoch += 1
         self._heard_at = now
@@ -339,6 +343,8 @@ class Request:
                 return Due.FAIL_OVER
             case RequestState.SWITCHING if now - self.waiting_since >= self.limits.cold_start_s:
                 return self._switch_error(now)
+            case RequestState.SWITCHING if self.is_running and self.may_fail_over and self._is_start_stalled(now):
+                return Due.FAIL_OVER
         if self.is_waiting:
             return self._place_due(now)
         if self.is_running and now - self._heard_at >= RESEND_AFTER_S:
@@ -359,6 +365,11 @@ class Request:
 
     def _cold_start_timeout(self, stage: str, now: float) -> ColdStartTimeout:
         return ColdStartTimeout(model_id=self.model_id, waited_s=now - self.created_at, stage=stage)
+
+    def _is_start_stalled(self, now: float) -> bool:
+        """Its tokens have to be computed again before the first one comes, which takes its time."""
+        since = max(self._started_at, self._forgiven_at)
+        return now - since >= START_STALLED_TIMES * self.limits.stalled_s
 
     def _is_stalled(self, now: float) -> bool:
         return now - max(self._token_at, self._forgiven_at) >= self.limits.stalled_s

@@ -24,6 +24,7 @@ from services.router.core.requests import (
     PLACE_EVERY_S,
     REFUSED_S,
     RESEND_AFTER_S,
+    START_STALLED_TIMES,
     TRANSITIONS,
     Due,
     IllegalTransition,
@@ -306,6 +307,19 @@ def test_a_destination_that_is_lost_makes_a_migration_a_failover_that_began_with
     request.on_route(ROUTE, 5.0)
     request.on_handed_over("to server-1/1", 3, 6.0)
     assert request.switch.kind is SwitchKind.FAILOVER, "the client has been waiting since then"
+
+
+def test_a_request_that_goes_on_nowhere_is_tried_elsewhere_before_its_limit_has_passed() -> None:
+    """A worker that lives, takes it, and hangs."""
+    request = a_request(RequestState.STREAMING)
+    request.on_lost("its server is gone", 3, 1.0)
+    request.on_route(OTHER, 2.0)
+    stalled_s = 2.0 + START_STALLED_TIMES * LIMITS.stalled_s
+    assert stalled_s < LIMITS.cold_start_s
+    assert request.due(stalled_s - 0.1) is Due.RESEND
+    assert request.due(stalled_s) is Due.FAIL_OVER
+    request.forgive(stalled_s)
+    assert request.due(stalled_s) is Due.RESEND, "we could not hear"
 
 
 def test_a_preempted_request_starts_again_elsewhere_however_often() -> None:

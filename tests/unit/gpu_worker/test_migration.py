@@ -28,6 +28,8 @@ from whimbrel.wire.messages import (
     SchedulerHeartbeat,
     SourceStopped,
     StartRound,
+    TokenFrame,
+    WorkerHeartbeat,
     WorkerState,
 )
 
@@ -98,8 +100,14 @@ async def test_routers_hear_of_the_move_before_the_scheduler(lender: Lender, mod
         await pair.source.ask(pair.hand_over())
         engine.allow(1)
         await pair.source.until(lambda: pair.source.beat.active_requests == 0)
-        said = [type(message).__name__ for message in pair.source.heard[-3:]]
-        assert said == ["TokenFrame", "SourceStopped", "WorkerHeartbeat"]
+        heard = pair.source.heard
+        kinds = [type(message) for message in heard]
+        stopped_at = kinds.index(SourceStopped)
+        moved_at = max(at for at, kind in enumerate(kinds) if kind is TokenFrame)
+        emptied_at = max(at for at, kind in enumerate(kinds) if kind is WorkerHeartbeat)
+        assert moved_at < stopped_at < emptied_at
+        between = [m for m in heard[moved_at:stopped_at] if isinstance(m, WorkerHeartbeat)]
+        assert all(beat.active_requests for beat in between)
         entry = pair.last()
         assert entry is not None
         assert (entry.position, unpack_tokens(entry.tokens)) == (2, [3]), "the last step's token comes with the move"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,8 @@ from services.storage_agent.core.chunks import CheckpointKey
 from tests.unit.storage_agent.gated_repository import GatedRepository
 from tests.unit.storage_agent.harness import CHUNK_BYTES, Harness, Peer, a_config, an_agent, damage, publish
 from tests.unit.storage_agent.mortal import Life
+
+ARRIVAL_S_MAX = 0.005
 
 
 def moved(finished: LoadFinished) -> dict[Tier, int]:
@@ -255,12 +259,15 @@ async def test_loads_over_one_path_run_in_the_order_they_came(home: Path) -> Non
             await load_and_unload(agent, name, digests[name])
         await agent.stored()
     async with an_agent(config) as agent, slots(agent, 5) as peers:
+        asked_s, commands = [], []
         async with agent.service._paths.turn(Tier.SSD):
-            commands = [
-                await load_on(agent, peer, name, digests[name]) for peer, name in zip(peers, names, strict=True)
-            ]
+            for peer, name in zip(peers, names, strict=True):
+                asked_s.append(time.monotonic())
+                commands.append(await load_on(agent, peer, name, digests[name]))
             assert agent.service._heartbeat().running == ()
         ends = [await end_of(agent, command) for command in commands]
         assert [end.source_tier for end in ends] == [Tier.SSD] * 5
-        waited_s = [end.queue_s for end in ends]
-        assert waited_s == sorted(waited_s), "each waited for those before it"
+        started_s = [asked + end.queue_s for asked, end in zip(asked_s, ends, strict=True)]
+        # A command takes a moment to arrive, which its queueing does not count.
+        pairs = itertools.pairwise(started_s)
+        assert all(later > earlier - ARRIVAL_S_MAX for earlier, later in pairs), "each waited for those before it"

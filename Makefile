@@ -66,6 +66,7 @@ bench: $(STAMP) models
 	$(BIN)/whimbrel bench coldstart --models .models --json > docs/bench/coldstart.json
 	$(BIN)/whimbrel bench tiers --models .models --json > docs/bench/tiers.json
 	$(BIN)/whimbrel bench sched --json > docs/bench/sched.json
+	$(BIN)/whimbrel bench migrate --models .models --json > docs/bench/migrate.json
 	$(BIN)/ckptio bench --ablation --plot docs/bench/ckptio.svg --json > docs/bench/ckptio.json
 	$(MAKE) bench-report
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.gpu_worker.core import instance as worker_instance
-from services.router.core import requests
+from services.router.core import request_states
 from services.scheduler.core import instances, migration
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "state"
@@ -19,7 +19,7 @@ Table = Mapping[Any, Mapping[Any, Any]]
 
 MACHINES: dict[str, tuple[str, str, Table]] = {
     "migration": ("A migration", "services/scheduler/core/migration.py", migration.TRANSITIONS),
-    "request": ("A request in the router", "services/router/core/requests.py", requests.TRANSITIONS),
+    "request": ("A request in the router", "services/router/core/request_states.py", request_states.TRANSITIONS),
     "instance": ("An instance in the scheduler", "services/scheduler/core/instances.py", instances.TRANSITIONS),
     "worker-instance": (
         "An instance in its worker",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.router.core.progress import Progress
-from services.router.core.requests import Request, RequestState
+from services.router.core.request_states import RequestState
+from services.router.core.requests import Request
 from services.router.core.stops import StopMatcher
 from services.router.core.timings import StageTimes, stage_times
 from services.router.texts import TextStream

@@ -15,10 +15,8 @@ import structlog
 from whimbrel.wire.codec import error_of
 from whimbrel.wire.errors import (
     InferenceLost,
-    InstanceGone,
     InternalError,
     ProtocolError,
-    QueueFull,
     Unavailable,
     WhimbrelError,
 )
@@ -37,7 +35,7 @@ from whimbrel.wire.messages import (
 
 from services.router import metrics
 from services.router.core.progress import Progress, Verdict
-from services.router.core.requests import Due, Limits, Request, RequestState, Switch, SwitchKind
+from services.router.core.requests import Due, Limits, Request, Switch, SwitchKind, is_useless
 from services.router.outputs import Item, Output
 from services.router.specification import Specification
 
@@ -171,7 +169,7 @@ class Stream:
             case Due.RESEND:
                 self._resend_soon(now)
             case Due.FAIL_OVER:
-                stalled_s = self.request.limits.stalled_s
+                stalled_s = self.request.stalled_s
                 # It gets as long to come round as it took to be noticed.
                 self.on_instance_lost(f"its worker sent no token for {stalled_s:g} s", now, avoided_s=stalled_s)
             case WhimbrelError() as error:
@@ -228,21 +226,17 @@ class Stream:
         return self.request.epoch == epoch and self.request.is_running
 
     def _on_start_failed(self, route: Route, error: WhimbrelError) -> None:
-        """Gone or silent: the route is of no use until somebody says it again. Any other answer is the request's; but
-        one that has begun does not end because a worker is busy."""
         log.info("start_refused", request_id=self.request.request_id, code=error.code, reason=str(error))
-        is_useless = isinstance(error, InstanceGone | Unavailable)
-        if is_useless:
+        if is_useless(error):
             self._dispatch.routes.remove(route.instance_id)
-        is_switching = self.request.state is RequestState.SWITCHING
-        if is_useless or (is_switching and isinstance(error, InferenceLost | QueueFull)):
-            now = time.monotonic()
-            self._leave_instance(is_aborted=isinstance(error, Unavailable))
-            switch = self.request.switch
-            self.request.on_refused(str(error), self.progress.position, now)
-            self._try_on(switch, now)
-        else:
+        if not self.request.may_try_after(error):
             self.on_failed(error)
+            return
+        now = time.monotonic()
+        self._leave_instance(is_aborted=isinstance(error, Unavailable))
+        switch = self.request.switch
+        self.request.on_refused(str(error), self.progress.position, now)
+        self._try_on(switch, now)
 
     def _try_on(self, switch: Switch | None, now: float) -> None:
         """Elsewhere, after the instance was lost or refused; `switch` was going on before that."""

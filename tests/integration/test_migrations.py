@@ -162,7 +162,7 @@ def test_a_client_does_not_notice_that_its_worker_is_gone(
     """Failover is on by default; a worker that is told to stop hands over."""
     client = Client(cluster, is_streaming).start()
     harm(cluster, where(cluster))
-    client.end()
+    assert client.end().text == PROMPT, "every token once and in order"
     at_rest(cluster)
 
 

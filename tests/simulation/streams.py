@@ -36,7 +36,8 @@ from whimbrel.wire.messages import (
 )
 
 from services.router.core.progress import Progress, Verdict
-from services.router.core.requests import LOSSES_MAX, Due, Limits, Request, RequestState
+from services.router.core.request_states import RequestState
+from services.router.core.requests import LOSSES_MAX, Due, Limits, Request
 from tests.simulation.inferences import token_of
 from tests.simulation.peers import SCHEDULER
 

@@ -1,13 +1,7 @@
 """Owns the life of one request: which state it is in, what may happen next, and what is due by now.
 
-The tables below are the whole truth about legality; the methods are their effects. A request is WAITING while it has no
-instance, STARTING once a worker was asked to run it, STREAMING from its first token on. Before the first token nothing
-was promised to the client, so losing the instance leads back to WAITING.
-
-Afterwards it is SWITCHING until the next token comes from elsewhere: a failover when the instance was lost, a migration
-when it handed the request over. The client sees a pause. In SWITCHING a request has a route on which a start was sent,
-or none and is placed like one that waits; whatever is lost or refused there, it stays SWITCHING and tries on, within
-its limits. The machine reads no clock: `now` is monotonic seconds, and what depends on time is asked for with `due`.
+What is legal stands in `request_states.py`; the methods here are the effects. The machine reads no clock: `now` is
+monotonic seconds, and what depends on time is asked for with `due`.
 """
 
 from __future__ import annotations
@@ -19,6 +13,7 @@ from enum import StrEnum, auto
 from whimbrel.wire.errors import (
     ColdStartTimeout,
     InferenceLost,
+    InstanceGone,
     LoadFailed,
     ModelTooLarge,
     QueueFull,
@@ -28,78 +23,13 @@ from whimbrel.wire.errors import (
 )
 from whimbrel.wire.messages import Route, Stages, Tier, WaitStage
 
-
-class RequestState(StrEnum):
-    WAITING = auto()
-    STARTING = auto()
-    STREAMING = auto()
-    SWITCHING = auto()
-    FINISHED = auto()
-    FAILED = auto()
-    CANCELLED = auto()
-
-
-class RequestEvent(StrEnum):
-    """What can happen to a request, in the past tense of a log line."""
-
-    ROUTE_CHOSEN = auto()
-    START_REFUSED = auto()
-    TOKENS_ARRIVED = auto()
-    OUTPUT_ENDED = auto()
-    INSTANCE_LOST = auto()
-    HANDED_OVER = auto()
-    ERROR_RAISED = auto()
-    CLIENT_LEFT = auto()
-
-
-_S, _E = RequestState, RequestEvent
-
-TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
-    _S.WAITING: {
-        _E.ROUTE_CHOSEN: _S.STARTING,
-        _E.ERROR_RAISED: _S.FAILED,
-        _E.CLIENT_LEFT: _S.CANCELLED,
-    },
-    _S.STARTING: {
-        _E.START_REFUSED: _S.WAITING,
-        _E.TOKENS_ARRIVED: _S.STREAMING,
-        _E.OUTPUT_ENDED: _S.FINISHED,
-        _E.INSTANCE_LOST: _S.WAITING,
-        _E.HANDED_OVER: _S.SWITCHING,
-        _E.ERROR_RAISED: _S.FAILED,
-        _E.CLIENT_LEFT: _S.CANCELLED,
-    },
-    _S.STREAMING: {
-        _E.TOKENS_ARRIVED: _S.STREAMING,
-        _E.OUTPUT_ENDED: _S.FINISHED,
-        _E.INSTANCE_LOST: _S.SWITCHING,
-        _E.HANDED_OVER: _S.SWITCHING,
-        _E.ERROR_RAISED: _S.FAILED,
-        _E.CLIENT_LEFT: _S.CANCELLED,
-    },
-    _S.SWITCHING: {
-        _E.ROUTE_CHOSEN: _S.SWITCHING,
-        _E.START_REFUSED: _S.SWITCHING,
-        _E.TOKENS_ARRIVED: _S.STREAMING,
-        _E.OUTPUT_ENDED: _S.FINISHED,
-        _E.INSTANCE_LOST: _S.SWITCHING,
-        _E.HANDED_OVER: _S.SWITCHING,
-        _E.ERROR_RAISED: _S.FAILED,
-        _E.CLIENT_LEFT: _S.CANCELLED,
-    },
-    _S.FINISHED: {},
-    _S.FAILED: {},
-    _S.CANCELLED: {},
-}  # fmt: skip
-
-# What only a request with a route can see (True), or only one without (False).
-NEEDS_ROUTE: dict[RequestEvent, bool] = {
-    _E.ROUTE_CHOSEN: False,
-    _E.START_REFUSED: True,
-    _E.TOKENS_ARRIVED: True,
-    _E.INSTANCE_LOST: True,
-    _E.HANDED_OVER: True,
-}
+from services.router.core.request_states import (
+    NEEDS_ROUTE,
+    TRANSITIONS,
+    IllegalTransition,
+    RequestEvent,
+    RequestState,
+)
 
 # At so many unplanned losses a request ends: enough for servers that go away under a long one, few enough that a
 # request which kills workers does not go on to kill all of them. A handover is planned and does not count.
@@ -112,16 +42,6 @@ PLACE_EVERY_S = 1.0
 REFUSED_S = 1.0
 # A stream that is silent this long asks for what it may have missed; the answer costs the worker next to nothing.
 RESEND_AFTER_S = 1.0
-
-
-class IllegalTransition(Exception):
-    """The shell let an event through that cannot happen in this state: a programmer error."""
-
-    def __init__(self, state: RequestState, event: RequestEvent, *, has_route: bool) -> None:
-        where = "with" if has_route else "without"
-        super().__init__(f"{event} cannot happen to a request that is {state} {where} a route")
-        self.state = state
-        self.event = event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +77,11 @@ class Switch:
     reason: str
     began_at: float
     output_tokens: int
+
+
+def is_useless(error: WhimbrelError) -> bool:
+    """Whether an instance that answers a start like this is gone or silent, for this request and for any other."""
+    return isinstance(error, InstanceGone | Unavailable)
 
 
 class Request:
@@ -218,6 +143,17 @@ class Request:
     def waiting_since(self) -> float:
         """When it began to need an instance: not the arrival of one that ran meanwhile."""
         return self.created_at if self.switch is None else self.switch.began_at
+
+    @property
+    def stalled_s(self) -> float:
+        """How long its next token may take; where it goes on elsewhere, all others are computed again first."""
+        return self.limits.stalled_s * (START_STALLED_TIMES if self.state is RequestState.SWITCHING else 1.0)
+
+    def may_try_after(self, error: WhimbrelError) -> bool:
+        """Whether a worker's answer to its start leaves it to be tried elsewhere: one that is gone or silent does, any
+        other answer is the request's. But one that has begun does not end because a worker is busy."""
+        is_switching = self.state is RequestState.SWITCHING
+        return is_useless(error) or (is_switching and isinstance(error, InferenceLost | QueueFull))
 
     # Placement.
 
@@ -339,11 +275,13 @@ class Request:
                 return self._cold_start_timeout("first token", now)
             case RequestState.STREAMING if now - self._token_at >= self.limits.idle_s:
                 return RequestTimeout(waited_s=now - self._token_at)
-            case RequestState.STREAMING if self.may_fail_over and self._is_stalled(now):
+            case RequestState.STREAMING if self.may_fail_over and self._is_stalled(now, self._token_at):
                 return Due.FAIL_OVER
             case RequestState.SWITCHING if now - self.waiting_since >= self.limits.cold_start_s:
                 return self._switch_error(now)
-            case RequestState.SWITCHING if self.is_running and self.may_fail_over and self._is_start_stalled(now):
+            case RequestState.SWITCHING if (
+                self.is_running and self.may_fail_over and self._is_stalled(now, self._started_at)
+            ):
                 return Due.FAIL_OVER
         if self.is_waiting:
             return self._place_due(now)
@@ -366,13 +304,8 @@ class Request:
     def _cold_start_timeout(self, stage: str, now: float) -> ColdStartTimeout:
         return ColdStartTimeout(model_id=self.model_id, waited_s=now - self.created_at, stage=stage)
 
-    def _is_start_stalled(self, now: float) -> bool:
-        """Its tokens have to be computed again before the first one comes, which takes its time."""
-        since = max(self._started_at, self._forgiven_at)
-        return now - since >= START_STALLED_TIMES * self.limits.stalled_s
-
-    def _is_stalled(self, now: float) -> bool:
-        return now - max(self._token_at, self._forgiven_at) >= self.limits.stalled_s
+    def _is_stalled(self, now: float, since: float) -> bool:
+        return now - max(since, self._forgiven_at) >= self.stalled_s
 
     def _switch_error(self, now: float) -> InferenceLost:
         """Nobody went on with it in time, although the scheduler may have been silent for some of that."""

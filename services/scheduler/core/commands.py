@@ -43,17 +43,20 @@ def command_unload(step: Step, instance: Instance) -> None:
     """Say, or say again, that the worker should unload: at once, when it has drained, or when it has stopped."""
     record = instance.record
     instance.unload_sent_s = step.now
-    unload = UnloadInstance(
-        instance_id=record.instance_id,
-        drain=record.state is InstanceState.DRAINING,
-        scheduler_epoch=step.epoch,
-        preempt=record.is_preempted,
+    unload_instance(
+        step,
+        record.server_id,
+        record.slot,
+        record.instance_id,
+        is_drain=record.state is InstanceState.DRAINING,
+        is_preempted=record.is_preempted,
     )
-    step.send(ToWorker(server_id=record.server_id, slot=record.slot), unload)
 
 
-def unload_instance(step: Step, server_id: str, slot: int, instance_id: str, *, is_drain: bool) -> None:
-    unload = UnloadInstance(instance_id=instance_id, drain=is_drain, scheduler_epoch=step.epoch)
+def unload_instance(
+    step: Step, server_id: str, slot: int, instance_id: str, *, is_drain: bool, is_preempted: bool = False
+) -> None:
+    unload = UnloadInstance(instance_id=instance_id, drain=is_drain, scheduler_epoch=step.epoch, preempt=is_preempted)
     step.send(ToWorker(server_id=server_id, slot=slot), unload)
 
 

@@ -55,6 +55,7 @@ from services.scheduler.core import (
     heartbeats,
     imports,
     loading,
+    migration_news,
     migrations,
     moving,
     operations,
@@ -99,9 +100,9 @@ HANDLERS: dict[type[Message], Handler] = dict(
         _handler(InstanceBecameReady, loading.on_instance_became_ready),
         _handler(InstanceEnded, loading.on_instance_ended),
         _handler(UnloadRefused, loading.on_unload_refused),
-        _handler(RoundCompleted, migrations.on_round_completed),
-        _handler(SourceStopped, migrations.on_source_stopped),
-        _handler(MigrationEnded, migrations.on_migration_ended),
+        _handler(RoundCompleted, migration_news.on_round_completed),
+        _handler(SourceStopped, migration_news.on_source_stopped),
+        _handler(MigrationEnded, migration_news.on_migration_ended),
         _handler(InferenceStarted, routers.on_inference_started),
         _handler(InferenceFinished, routers.on_inference_finished),
         _handler(AgentHeartbeat, heartbeats.on_agent_heartbeat),
@@ -183,8 +184,6 @@ class Controller:
         migrations.settle(step)
         deletion.advance(step)
         waiting.settle(step)
-        # Those that were decided just now: an idle twin is ready already.
-        migrations.settle(step)
         restore.advance(step)
         return step.ready()
 

@@ -16,7 +16,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands, jobs, lifecycle, loading, migrations, moving, restore
+from services.scheduler.core import commands, jobs, lifecycle, loading, migration_news, moving, restore
 from services.scheduler.core.instances import Instance, InstanceEvent
 from services.scheduler.core.ready import ToAgent
 from services.scheduler.core.servers import Server, Slot, is_other_device
@@ -69,7 +69,7 @@ def on_worker_heartbeat(step: Step, message: WorkerHeartbeat, reply_to: str | No
     elif instance is not None:
         _check_instance(step, instance, message)
     if message.migration_id is not None:
-        migrations.hear_stray(step, message.server_id, message.slot, message.migration_id)
+        migration_news.hear_stray(step, message.server_id, message.slot, message.migration_id)
     stray_id = message.instance_id if message.instance_id != slot.owner else None
     if stray_id is not None and not restore.adopts(step, slot, message):
         _unload_stray(step, slot, stray_id)

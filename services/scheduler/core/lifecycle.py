@@ -5,6 +5,8 @@ Every function here is one move of the state machine in `instances.py` with its 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 from whimbrel.wire.events import (
     InstanceStarted,
@@ -120,6 +122,14 @@ def evict(step: Step, instance: Instance) -> None:
     commands.command_unload(step, instance)
 
 
+def displace(step: Step, instance_ids: Iterable[str]) -> None:
+    """Evict these for another model; one that comes back soon shows thrash."""
+    for instance_id in instance_ids:
+        instance = step.cluster.instances[instance_id]
+        step.cluster.models[instance.record.model_id].displaced_s = step.now
+        evict(step, instance)
+
+
 def refuse_unload(step: Step, instance: Instance) -> None:
     """UNLOADING → READY. Whoever waited for its slot looks elsewhere; whoever waited for its model is served."""
     instance.enter(InstanceEvent.UNLOAD_REFUSED)
@@ -129,6 +139,11 @@ def refuse_unload(step: Step, instance: Instance) -> None:
     for reservation in list(step.cluster.reservations.values()):
         if instance.instance_id in reservation.waiting_for:
             step.cluster.release(reservation.key)
+    serve_or_drain(step, instance)
+
+
+def serve_or_drain(step: Step, instance: Instance) -> None:
+    """READY again, after a time in which it took no request: its model may be another one by now, or on its way out."""
     model = step.cluster.models[instance.record.model_id]
     if model.is_servable and model.record.checkpoint_digest == instance.record.checkpoint_digest:
         serve_waiters(step, instance)
@@ -257,11 +272,10 @@ def _learn_overhead(step: Step, instance: Instance) -> None:
     step.save(record)
 
 
-def _keep_accuracy(step: Step, record: InstanceRecord, startup_s: float) -> None:
-    """Estimate and actual of the load (E7)."""
-    known = step.cluster.accuracies.get(f"{record.server_id}/{record.source_tier}")
-    known = known or accuracy.unknown(record.server_id, record.source_tier)
-    kept = accuracy.observe(known, estimate_s=record.estimate_s, actual_s=startup_s)
+def keep_accuracy(step: Step, server_id: str, tier: Tier, *, estimate_s: float, actual_s: float) -> None:
+    """Estimate and actual of a load from this tier, or of a move to a GPU (E7)."""
+    known = step.cluster.accuracies.get(f"{server_id}/{tier}") or accuracy.unknown(server_id, tier)
+    kept = accuracy.observe(known, estimate_s=estimate_s, actual_s=actual_s)
     step.cluster.accuracies[kept.key()] = kept
     step.save(kept)
 
@@ -271,7 +285,7 @@ def _tell_ready(step: Step, instance: Instance) -> None:
     record = instance.record
     startup_s = step.now - instance.placed_s
     if not instance.is_rebuilt:
-        _keep_accuracy(step, record, startup_s)
+        keep_accuracy(step, record.server_id, record.source_tier, estimate_s=record.estimate_s, actual_s=startup_s)
         step.tell(
             LoadSucceeded(
                 task_id=record.task_id,

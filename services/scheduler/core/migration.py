@@ -8,7 +8,7 @@ or, when that is lost, wherever their routers find a place for them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
@@ -116,8 +116,6 @@ class Migration:
     requeued: int = 0
     #: What the first round may take at most: computing all tokens again.
     resume_s: float = 0.0
-    #: The last few, newest last: what was heard of each round.
-    gaps_tokens: list[int] = field(default_factory=list)
     end: str = ""
 
     @property

@@ -7,7 +7,7 @@ from whimbrel.wire.errors import Conflict, ModelNotFound, ServerNotFound
 from whimbrel.wire.messages import GetMigrations, GetMigrationsReply, MigrateModel, MigrateModelReply
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import lifecycle, migrations, plans, sentences
+from services.scheduler.core import lifecycle, migration_words, migrations, plans, sentences
 from services.scheduler.core.decisions import Candidate, Move, Placement, Reasons
 from services.scheduler.core.instances import Instance
 from services.scheduler.core.policies import POLICIES
@@ -38,11 +38,11 @@ def on_migrate_model(step: Step, message: MigrateModel, reply_to: str | None) ->
     if not migrations.can_start(step, move):
         raise Conflict(reason=f"slots are kept for {move.model_id} already; try again when it is loaded")
     migration = migrations.start(step, move, reasons, reason=migrations.OPERATOR)
-    step.answer(reply_to, MigrateModelReply(migration=migrations.status(step, migration)))
+    step.answer(reply_to, MigrateModelReply(migration=migration_words.status(step, migration)))
 
 
 def on_get_migrations(step: Step, message: GetMigrations, reply_to: str | None) -> None:
-    running = [migrations.status(step, migration) for migration in step.cluster.migrations.values()]
+    running = [migration_words.status(step, migration) for migration in step.cluster.migrations.values()]
     ended = list(step.cluster.ended_migrations)
     step.answer(reply_to, GetMigrationsReply(migrations=(*running, *reversed(ended))))
 
@@ -54,24 +54,14 @@ def move_away(step: Step, instance: Instance) -> bool:
         return False
     snapshot = step.cluster.snapshot(step.now)
     reasons = _reasons(step, occupant.task)
-    twins = [
-        (view, idle)
-        for view in snapshot.servers
-        for idle in view.idle
-        if idle.task.model_id == occupant.task.model_id and not view.is_cordoned
-    ]
-    if twins:
-        view, idle = twins[0]
-        move = _into(occupant, view, idle, step.now)
-    else:
+    twins = (_into_twin(occupant, view, step.now) for view in snapshot.servers if not view.is_cordoned)
+    move = next((twin for twin in twins if twin is not None), None)
+    if move is None:
         # Any free slot will do, before others have to move for it in their turn.
         decision = POLICIES["availability"](snapshot, occupant.task, step.now)
         if not isinstance(decision, Placement):
             return False
-        candidate = Candidate(
-            server_id=decision.server_id, slots=decision.slots, estimate=decision.estimate, evict=decision.evict
-        )
-        move = _to(occupant, candidate, step.now)
+        move = _to(occupant, decision, step.now)
     if not migrations.can_start(step, move):
         return False
     migrations.start(step, move, reasons, reason=migrations.DRAIN)
@@ -141,9 +131,9 @@ def _reasons(step: Step, task: Task) -> Reasons:
 
 
 def _move(step: Step, occupant: Occupant, view: ServerView, reasons: Reasons) -> Move:
-    for idle in view.idle:
-        if idle.task.model_id == occupant.task.model_id:
-            return _into(occupant, view, idle, step.now)
+    twin = _into_twin(occupant, view, step.now)
+    if twin is not None:
+        return twin
     candidate = plans.consider(view, occupant.task, reasons.snapshot, step.now)
     if candidate.refusal is not None:
         why = sentences.refusal(candidate.refusal, view, occupant.task)
@@ -151,32 +141,35 @@ def _move(step: Step, occupant: Occupant, view: ServerView, reasons: Reasons) ->
     return _to(occupant, candidate, step.now)
 
 
-def _into(occupant: Occupant, view: ServerView, idle: Occupant, now: float) -> Move:
-    """To an idle instance of the same model."""
+def _into_twin(occupant: Occupant, view: ServerView, now: float) -> Move | None:
+    """To an idle instance of the same model, if the server has one."""
+    twin = next((idle for idle in view.idle if idle.task.model_id == occupant.task.model_id), None)
+    if twin is None:
+        return None
     assert occupant.resume is not None, "it was asked whether it can be resumed"
     return Move(
         instance_id=occupant.instance_id,
         model_id=occupant.task.model_id,
         server_id=view.server_id,
-        slots=tuple(slot.slot for slot in idle.slots),
+        slots=tuple(slot.slot for slot in twin.slots),
         load=None,
-        into=idle.instance_id,
+        into=twin.instance_id,
         resume_s=occupant.resume.seconds(now),
         pause_s=occupant.pause_s,
     )
 
 
-def _to(occupant: Occupant, candidate: Candidate, now: float) -> Move:
+def _to(occupant: Occupant, where: Candidate | Placement, now: float) -> Move:
     """To a place where the model is loaded first."""
     assert occupant.resume is not None, "it was asked whether it can be resumed"
     return Move(
         instance_id=occupant.instance_id,
         model_id=occupant.task.model_id,
-        server_id=candidate.server_id,
-        slots=candidate.slots,
-        load=candidate.estimate,
+        server_id=where.server_id,
+        slots=where.slots,
+        load=where.estimate,
         into=None,
         resume_s=occupant.resume.seconds(now),
         pause_s=occupant.pause_s,
-        evict=candidate.evict,
+        evict=where.evict,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from whimbrel.wire.messages import InferenceFinished, InferenceStarted, InstanceActivity, RouterHeartbeat
 
-from services.scheduler.core import counts, migrations, resumes, waiting
+from services.scheduler.core import counts, migration_news, resumes, waiting
 from services.scheduler.core.instances import Instance, Running
 from services.scheduler.core.servers import Router
 from services.scheduler.core.settings import RESUME_SAVED_EVERY
@@ -15,7 +15,7 @@ from services.scheduler.core.step import Step
 
 
 def on_inference_started(step: Step, message: InferenceStarted, reply_to: str | None) -> None:
-    migrations.hear_switched(step, message.instance_id, message.request_id)
+    migration_news.hear_switched(step, message.instance_id, message.request_id)
     instance = step.cluster.instances.get(message.instance_id)
     if instance is None:
         return
@@ -29,7 +29,7 @@ def on_inference_started(step: Step, message: InferenceStarted, reply_to: str | 
 
 
 def on_inference_finished(step: Step, message: InferenceFinished, reply_to: str | None) -> None:
-    migrations.hear_switched(step, message.instance_id, message.request_id)
+    migration_news.hear_switched(step, message.instance_id, message.request_id)
     instance = step.cluster.instances.get(message.instance_id)
     if instance is None:
         return
@@ -46,7 +46,7 @@ def on_router_heartbeat(step: Step, message: RouterHeartbeat, reply_to: str | No
     router = step.cluster.hear_router(message.router_id, now=step.now)
     router.epoch = message.epoch
     active = {activity.instance_id: activity for activity in message.active}
-    migrations.hear_counts(step, router.router_id, {k: said.requests for k, said in active.items()})
+    migration_news.hear_counts(step, router.router_id, {k: said.requests for k, said in active.items()})
     for instance_id in dict.fromkeys([*router.counted, *active]):
         instance = step.cluster.instances.get(instance_id)
         if instance is not None:
@@ -62,7 +62,7 @@ def forget_router(step: Step, router: Router) -> None:
         for waiter in list(model.waiters.values()):
             if waiter.router_id == router.router_id:
                 waiting.remove_waiter(step, model, waiter.request_id)
-    migrations.forget_router(step, router.router_id)
+    migration_news.forget_router(step, router.router_id)
     for instance_id in list(router.counted):
         instance = step.cluster.instances[instance_id]
         instance.active[router.router_id].correct(0)

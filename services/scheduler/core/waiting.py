@@ -22,7 +22,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceState
 
-from services.scheduler.core import commands, lifecycle, migrations, plans, restore
+from services.scheduler.core import commands, lifecycle, migration_news, migrations, plans, restore
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decisions import Decision, Deferred, NeverFits, Placement
 from services.scheduler.core.instances import Instance
@@ -38,7 +38,7 @@ def on_place_model(step: Step, message: PlaceModel, reply_to: str | None) -> Non
     """A request needs an instance. With one that is ready, it has its route in this very step."""
     model = servable_model(step, message.model_id)
     step.cluster.hear_router(message.router_id, now=step.now)
-    migrations.hear_placed(step, message.request_id)
+    migration_news.hear_placed(step, message.request_id)
     instance = step.cluster.ready_instance(model)
     if instance is not None:
         step.answer(reply_to, _promise(step, instance, message.request_id))
@@ -227,56 +227,32 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
     if not all(migrations.can_start(step, move) for move in decision.moves):
         return False
     cluster.release(model.model_id)
-    if decision.moves or decision.stopped:
-        _move_for(step, model, decision)
-    elif decision.evict:
-        _evict_for(step, model, decision)
+    if decision.moves or decision.stopped or decision.evict:
+        _make_room(step, model, decision)
     else:
         lifecycle.start_load(step, model, decision)
     return True
 
 
-def _evict_for(step: Step, model: Model, placement: Placement) -> None:
-    """Idle instances go first; the slot is kept for the model meanwhile."""
-    step.cluster.reserve(
-        Reservation(
-            model_id=model.model_id,
-            server_id=placement.server_id,
-            slots=placement.slots,
-            waiting_for=set(placement.evict),
-            is_drain=False,
-            placement=placement,
-        )
-    )
-    for instance_id in placement.evict:
-        instance = step.cluster.instances[instance_id]
-        step.cluster.models[instance.record.model_id].displaced_s = step.now
-        lifecycle.evict(step, instance)
-
-
-def _move_for(step: Step, model: Model, placement: Placement) -> None:
-    """Running instances move away, or are stopped, first; the slots are kept for the model meanwhile."""
-    cluster = step.cluster
+def _make_room(step: Step, model: Model, placement: Placement) -> None:
+    """Idle instances go, running ones move away or are stopped; the slots are kept for the model meanwhile."""
     elsewhere = {instance_id for move in placement.moves for instance_id in move.evict}
     evicted_here = [instance_id for instance_id in placement.evict if instance_id not in elsewhere]
     moved = [move.instance_id for move in placement.moves]
-    cluster.reserve(
+    step.cluster.reserve(
         Reservation(
             model_id=model.model_id,
             server_id=placement.server_id,
             slots=placement.slots,
             waiting_for={*evicted_here, *moved, *placement.stopped},
             is_drain=False,
+            is_move=bool(placement.moves or placement.stopped),
             placement=placement,
-            is_move=True,
         )
     )
-    for instance_id in evicted_here:
-        instance = cluster.instances[instance_id]
-        cluster.models[instance.record.model_id].displaced_s = step.now
-        lifecycle.evict(step, instance)
+    lifecycle.displace(step, evicted_here)
     for instance_id in placement.stopped:
-        lifecycle.preempt(step, cluster.instances[instance_id])
+        lifecycle.preempt(step, step.cluster.instances[instance_id])
     for move in placement.moves:
         migrations.start(step, move, placement.reasons, reason=migrations.PLACEMENT, for_model_id=model.model_id)
 

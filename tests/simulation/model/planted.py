@@ -12,7 +12,7 @@ from services.gpu_worker.core.requests import Requests
 from services.gpu_worker.core.resumptions import Resumptions
 from services.gpu_worker.core.rounds import Rounds
 from services.router.core.progress import Progress
-from services.scheduler.core import migrations, rebuilding
+from services.scheduler.core import migration_ends, rebuilding
 from tests.simulation.model.world import Bounds
 
 TOKEN_BYTES = 4
@@ -102,5 +102,5 @@ PLANTED = (
         make=_never,
         bounds=ONE_FAULT,
     ),
-    Planted(what="a source that is given up stays closed", owner=migrations, name="_reopen_source", make=_never),
+    Planted(what="a source that is given up stays closed", owner=migration_ends, name="_reopen_source", make=_never),
 )

@@ -40,7 +40,8 @@ from whimbrel.wire.messages import (
 )
 
 from services.router.core.progress import Progress, Verdict
-from services.router.core.requests import LOSSES_MAX, Due, Limits, Request, RequestState
+from services.router.core.request_states import RequestState
+from services.router.core.requests import LOSSES_MAX, Due, Limits, Request
 from services.router.core.routes import RouteTable
 from services.router.core.workers import WorkerWatch
 from tests.simulation.model.answers import (

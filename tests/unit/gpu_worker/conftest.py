@@ -28,3 +28,9 @@ def lender(tmp_path: Path) -> Iterator[Lender]:
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     """By name; made once for the whole run and never changed."""
     return make_tiny_models(tmp_path_factory.mktemp("tiny-models"))
+
+
+@pytest.fixture
+def model(tiny_models: dict[str, TinyModel]) -> TinyModel:
+    """The one that most tests load."""
+    return tiny_models["llama"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -29,10 +31,42 @@ from whimbrel.wire.messages import (
     TokenEntry,
 )
 
-from services.gpu_worker.engines.engine import Engine
+from services.gpu_worker.engines.echo_engine import EchoCosts, EchoEngine
+from services.gpu_worker.engines.engine import Engine, Known
 from tests.unit.gpu_worker.builders import Lender
-from tests.unit.gpu_worker.harness import Outside, a_worker
+from tests.unit.gpu_worker.harness import ANSWER_S_MAX, Outside, SteppedEngine, SteppedModel, a_worker
 from tests.unit.gpu_worker.tiny_models import TinyModel
+
+ANSWER = list(range(1, 21))
+
+
+class PiecedEngine(EchoEngine):
+    """Its prefill waits piece by piece; `pieces` are their ends."""
+
+    def __init__(self) -> None:
+        super().__init__(EchoCosts())
+        self.pieces: list[tuple[str, int]] = []
+        self.failure: Exception | None = None
+        self._allowed = threading.Semaphore(0)
+        self._begun = threading.Semaphore(0)
+
+    def allow(self, pieces: int = 1) -> None:
+        self._allowed.release(pieces)
+
+    def wait_for_begun(self) -> None:
+        assert self._begun.acquire(timeout=ANSWER_S_MAX), "no piece was begun"
+
+    def prefill(self, known: Known, end: int) -> None:
+        self._begun.release()
+        assert self._allowed.acquire(timeout=ANSWER_S_MAX), "no piece was allowed"
+        if self.failure is not None:
+            raise self.failure
+        self.pieces.append((known.request_id, end))
+        super().prefill(known, end)
+
+    def decode(self, sequence: Any) -> int | None:
+        self.pieces.append((sequence.request_id, len(sequence.tokens)))
+        return super().decode(sequence)
 
 
 class MeddledHub(InMemoryHub):
@@ -87,6 +121,13 @@ class Pair:
     async def migrate(self, migration_id: str | None = None) -> None:
         self.migration_id = migration_id or f"m{next(self._migrations)}"
         await self.source.tell(self.migrate_instance())
+
+    async def move(self, engine: SteppedEngine) -> None:
+        """One round, then the handover, which waits for the step that runs."""
+        await self.migrate()
+        await self.round_completed()
+        await self.source.ask(self.hand_over())
+        engine.allow(1)
 
     def migrate_instance(self, **changes: Any) -> MigrateInstance:
         fields: dict[str, Any] = {
@@ -205,3 +246,11 @@ async def a_pair(
         await first.load("inst-1")
         await second.load("inst-2")
         yield Pair(hub, first, second)
+
+
+async def begin(pair: Pair, engine: SteppedEngine | SteppedModel, request: Any, steps: int) -> None:
+    """So many tokens are said, and the next step waits."""
+    await pair.source.ask(request)
+    engine.allow(steps)
+    await pair.source.until(lambda: len(pair.source.tokens(request.request_id)) == steps)
+    await asyncio.to_thread(engine.wait_for_begun, steps + 1)

@@ -24,11 +24,6 @@ from tests.unit.gpu_worker.tiny_models import TinyModel
 PAGE_BYTES = 4096
 
 
-@pytest.fixture
-def model(tiny_models: dict[str, TinyModel]) -> TinyModel:
-    return tiny_models["llama"]
-
-
 KERNEL = tuple(int(number) for number in platform.release().split("-")[0].split(".")[:2])
 
 

@@ -27,11 +27,6 @@ from tests.unit.gpu_worker.tiny_models import TinyModel
 ANSWER = list(range(1, 21))
 
 
-@pytest.fixture
-def model(tiny_models: dict[str, TinyModel]) -> TinyModel:
-    return tiny_models["llama"]
-
-
 def steps(outside: Outside, request_id: str = "req-1") -> int:
     """How many output tokens have been said."""
     return len(outside.tokens(request_id))

@@ -35,11 +35,6 @@ from tests.unit.gpu_worker.harness import SteppedEngine, a_worker, is_locked, lo
 from tests.unit.gpu_worker.tiny_models import TinyModel
 
 
-@pytest.fixture
-def model(tiny_models: dict[str, TinyModel]) -> TinyModel:
-    return tiny_models["llama"]
-
-
 async def test_an_instance_becomes_ready_and_says_what_loading_did_not_hide(lender: Lender, model: TinyModel) -> None:
     async with a_worker(lender, model, EchoEngine(EchoCosts(load_s=0.02))) as outside:
         await outside.load()

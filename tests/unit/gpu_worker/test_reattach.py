@@ -73,11 +73,6 @@ class GatedEngine(EchoEngine):
             raise self.failures.pop(0)
 
 
-@pytest.fixture
-def model(tiny_models: dict[str, TinyModel]) -> TinyModel:
-    return tiny_models["llama"]
-
-
 def mark(lender: Lender, attach: AttachInstance, text: bytes) -> None:
     """Let the first bytes of what was lent be `text`."""
     with memoryview(lender.pool.chunk(unpack_tokens(attach.partitions[0].chunks)[0])) as chunk:

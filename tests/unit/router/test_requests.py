@@ -8,6 +8,7 @@ import pytest
 from whimbrel.wire.errors import (
     ColdStartTimeout,
     InferenceLost,
+    InstanceGone,
     LoadFailed,
     ModelNotFound,
     ModelTooLarge,
@@ -18,20 +19,16 @@ from whimbrel.wire.errors import (
 )
 from whimbrel.wire.messages import Stages, Tier, WaitStage
 
+from services.router.core.request_states import NEEDS_ROUTE, TRANSITIONS, IllegalTransition, RequestEvent, RequestState
 from services.router.core.requests import (
     LOSSES_MAX,
-    NEEDS_ROUTE,
     PLACE_EVERY_S,
     REFUSED_S,
     RESEND_AFTER_S,
     START_STALLED_TIMES,
-    TRANSITIONS,
     Due,
-    IllegalTransition,
     Limits,
     Request,
-    RequestEvent,
-    RequestState,
     SwitchKind,
 )
 from tests.unit.router.peers import a_route
@@ -215,6 +212,23 @@ def test_a_request_that_kills_its_instances_is_not_started_for_ever() -> None:
     assert isinstance(request.error, InferenceLost)
 
 
+ANSWERS = {
+    InstanceGone(instance_id="i"): (True, True),
+    Unavailable(what="x"): (True, True),
+    QueueFull(queue="the instance", limit=1): (False, True),
+    InferenceLost(reason="r", output_tokens=3): (False, True),
+    ModelNotFound(model_id="tiny"): (False, False),
+}
+
+
+@pytest.mark.parametrize("error", ANSWERS, ids=lambda error: error.code)
+def test_a_refused_start_is_tried_elsewhere_if_the_instance_is_gone_or_the_client_has_tokens(
+    error: WhimbrelError,
+) -> None:
+    states = (RequestState.STARTING, RequestState.SWITCHING)
+    assert tuple(a_request(state).may_try_after(error) for state in states) == ANSWERS[error]
+
+
 def test_refusals_do_not_count_as_losses() -> None:
     request = a_request()
     for _ in range(LOSSES_MAX * 3):
@@ -318,6 +332,7 @@ def test_a_request_that_goes_on_nowhere_is_tried_elsewhere_before_its_limit_has_
     assert stalled_s < LIMITS.cold_start_s
     assert request.due(stalled_s - 0.1) is Due.RESEND
     assert request.due(stalled_s) is Due.FAIL_OVER
+    assert request.stalled_s == stalled_s - 2.0, "what the client is told"
     request.forgive(stalled_s)
     assert request.due(stalled_s) is Due.RESEND, "we could not hear"
 

@@ -30,7 +30,7 @@ from whimbrel.wire.records import AccuracyRecord, InstanceState
 from services.scheduler.core.ready import Arrived
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import ask, place
-from tests.unit.scheduler.test_migrations import RUN_S, asks_for_b, figure_3, in_the_end, migrations, told
+from tests.unit.scheduler.migration_stories import RUN_S, asks_for_b, figure_3, in_the_end, migrations, told
 from tests.unit.scheduler.toy_peers import GB, ToyRequest
 from tests.unit.scheduler.toys import ToyCluster, a_model_record
 

@@ -1,0 +1,125 @@
+"""Stories of instances that move, or stop, on somebody's wish: operators, drains, and the preemption policy."""
+
+from __future__ import annotations
+
+import pytest
+from whimbrel.wire.codec import error_of
+from whimbrel.wire.events import (
+    InstanceWasPreempted,
+    MigrationStarted,
+    ServerDrained,
+)
+from whimbrel.wire.messages import (
+    CordonServer,
+    ErrorReply,
+    GetMigrations,
+    GetMigrationsReply,
+    MigrateModel,
+    MigrateModelReply,
+    MigrationState,
+)
+
+from services.scheduler.core.settings import Settings
+from tests.unit.scheduler.builders import a_cluster, ask
+from tests.unit.scheduler.migration_stories import RUN_S, event, figure_3, in_the_end, migrations, told
+
+# --- preemption, for comparison ---
+
+
+def test_preemption_stops_what_runs_and_starts_it_again_elsewhere() -> None:
+    """C8: B starts at once; A waits for a load, and all of it is computed again."""
+    cluster, running = figure_3(policy="preemption")
+    waiting = cluster.router.request("q2", "b")
+    cluster.run_until(lambda: waiting.is_done, 5.0)
+    assert waiting.routed_s is not None
+    assert waiting.routed_s - waiting.asked_s < 0.5
+    assert event(cluster, InstanceWasPreempted).requests == 1
+    cluster.run(1.0)
+    placed = {record.model_id: record.server_id for record in cluster.instances()}
+    assert placed == {"a": "s0", "b": "s1"}
+    assert not running.is_over
+    cluster.run_until(lambda: running.is_done, RUN_S + 10.0)
+    in_the_end(cluster)
+
+
+def test_two_models_that_want_one_slot_take_turns_under_preemption() -> None:
+    """No model stops another one at every request."""
+    cluster = a_cluster("a", "b", settings=Settings(policy="preemption"))
+    for number in range(20):
+        cluster.router.request(f"q{number}", "ab"[number % 2], run_s=5.0)
+        cluster.run(0.5)
+    stops = [one for one in cluster.events if isinstance(one, InstanceWasPreempted)]
+    assert len(stops) <= 10.0 / Settings().fair_wait_s + 1
+
+
+# --- operators ---
+
+
+@pytest.mark.parametrize("what", ["a", "q1", "the instance"])
+def test_an_operator_moves_an_instance_by_model_request_or_instance(what: str) -> None:
+    cluster, running = figure_3()
+    what = running.instance_id or "" if what == "the instance" else what
+    reply = ask(cluster, MigrateModel(what=what, server_id="s0", slot=0))
+    assert isinstance(reply, MigrateModelReply)
+    assert (reply.migration.state, reply.migration.reason) == (MigrationState.PREPARING, "operator")
+    cluster.run(2.0)
+    assert running.switched == 1
+    assert told(cluster)[-1] == "finished"
+    listed = ask(cluster, GetMigrations())
+    assert isinstance(listed, GetMigrationsReply)
+    (one,) = listed.migrations
+    assert (one.migration_id, one.state) == (reply.migration.migration_id, MigrationState.FINISHED)
+    in_the_end(cluster)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        pytest.param(MigrateModel(what="nothing", server_id="s0"), "model_not_found", id="no such thing"),
+        pytest.param(MigrateModel(what="b", server_id="s0"), "conflict", id="a model without an instance"),
+        pytest.param(MigrateModel(what="a", server_id="s9"), "server_not_found", id="no such server"),
+        pytest.param(MigrateModel(what="a", server_id="s0", slot=7), "conflict", id="no such slot"),
+        pytest.param(MigrateModel(what="a", server_id="s1"), "conflict", id="where it is already"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_with_the_reason(message: MigrateModel, says: str) -> None:
+    cluster, _ = figure_3()
+    reply = ask(cluster, message)
+    assert isinstance(reply, ErrorReply)
+    assert reply.code == says
+    assert not migrations(cluster)
+
+
+def test_an_idle_instance_has_nothing_to_move_and_one_on_the_move_is_not_moved_again() -> None:
+    cluster, running = figure_3()
+    assert isinstance(ask(cluster, MigrateModel(what="a", server_id="s0")), MigrateModelReply)
+    again = ask(cluster, MigrateModel(what="q1", server_id="s0"))
+    assert isinstance(again, ErrorReply)
+    cluster.run_until(lambda: running.is_done, RUN_S + 5.0)
+    cluster.run(0.5)
+    idle = ask(cluster, MigrateModel(what="a", server_id="s1"))
+    assert isinstance(idle, ErrorReply)
+    assert "runs nothing that could be moved" in str(error_of(idle))
+
+
+def test_a_server_that_is_drained_has_its_requests_moved_away() -> None:
+    """Nothing waits for long answers to end."""
+    cluster, running = figure_3()
+    ask(cluster, CordonServer(server_id="s1", drain=True))
+    cluster.run_until(lambda: any(isinstance(e, ServerDrained) for e in cluster.events), 5.0)
+    assert running.switched == 1
+    assert not running.is_over
+    assert event(cluster, MigrationStarted).reason == "drain"
+    in_the_end(cluster)
+
+
+def test_without_another_place_a_drained_server_lets_its_requests_end() -> None:
+    cluster, running = figure_3()
+    cluster.kill_worker("s0", 0)
+    cluster.run(4.0)
+    ask(cluster, CordonServer(server_id="s1", drain=True))
+    cluster.run(5.0)
+    assert not running.is_over
+    assert running.switched == 0
+    cluster.run_until(lambda: running.is_done, RUN_S + 5.0)
+    cluster.run_until(lambda: any(isinstance(e, ServerDrained) for e in cluster.events), 5.0)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.storage_agent.held_imports import HeldImports
+
 
 @pytest.fixture
 def home() -> Iterator[Path]:
@@ -17,3 +19,12 @@ def home() -> Iterator[Path]:
     path.mkdir()
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def held_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldImports]:
+    """Imports stand still half way, until the test lets them go on."""
+    held = HeldImports()
+    held.hold(monkeypatch)
+    yield held
+    held.go_on()

@@ -22,6 +22,7 @@ from whimbrel.wire.messages import ImportEnded, ImportModel, ImportProgressed, J
 from services.storage_agent import import_downloads, import_space
 from tests.support.checkpoints import make_checkpoint
 from tests.support.hub_server import COMMIT, HubServer, running_hub
+from tests.unit.storage_agent.held_imports import HeldImports
 from tests.unit.storage_agent.import_bench import CHUNK_BYTES, SERVER, ImportBench, import_jobs
 
 MODEL = "org/tiny"
@@ -470,10 +471,11 @@ async def test_a_download_is_cancelled_at_once_though_its_origin_is_silent(
 
 @pytest.mark.parametrize("stage", [JobStage.CONVERTING, JobStage.VERIFYING])
 async def test_a_conversion_is_cancelled_at_its_next_chunk(
-    tmp_path: Path, stage: JobStage, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stage: JobStage, held_imports: HeldImports
 ) -> None:
-    monkeypatch.setattr("services.storage_agent.progress.PROGRESS_S", 0.001)
-    source = make_checkpoint(tmp_path / "big", padding_bytes=3000 * CHUNK_BYTES)
+    source = make_checkpoint(tmp_path / "big", padding_bytes=20 * CHUNK_BYTES)
+    if stage is JobStage.VERIFYING:
+        held_imports.may_go_on.set()
     async with import_jobs(tmp_path) as bench:
         await cancelled_at(bench, source, stage)
 

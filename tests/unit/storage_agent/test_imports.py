@@ -22,13 +22,10 @@ from whimbrel.wire.messages import (
     Tier,
 )
 
-from services.storage_agent import imports
 from services.storage_agent.checkpoints import checkpoint_digest
 from tests.support.checkpoints import make_checkpoint
 from tests.unit.storage_agent.harness import CHUNK_BYTES, Harness, a_config, an_agent, damage, truncate
-
-# How often an import tells its progress, where a fast disk would end it before it told anything.
-OFTEN_S = 0.01
+from tests.unit.storage_agent.held_imports import HeldImports
 
 
 def leftovers(agent: Harness) -> list[str]:
@@ -102,28 +99,26 @@ async def test_a_repeated_command_is_one_job_and_is_answered_with_its_end(home: 
         assert (agent.published("m") / "manifest.json").stat().st_mtime_ns == written
 
 
-async def test_jobs_run_one_after_another_and_are_listed_while_they_do(home: Path) -> None:
-    # The first one is long: the heartbeat that lists both comes while it runs.
-    chunks = (1500, 40)
-    sources = [make_checkpoint(home / f"source-{n}", seed=n, padding_bytes=chunks[n] * CHUNK_BYTES) for n in range(2)]
+async def test_jobs_run_one_after_another_and_are_listed_while_they_do(home: Path, held_imports: HeldImports) -> None:
+    sources = [make_checkpoint(home / f"source-{n}", seed=n) for n in range(2)]
     async with an_agent(a_config(home)) as agent:
         commands = [await agent.start_import(f"m{n}", source) for n, source in enumerate(sources)]
         job_ids = tuple(command.job_id for command in commands)
         assert (await agent.until(AgentHeartbeat, lambda beat: len(beat.jobs) == 2)).jobs == job_ids
+        held_imports.go_on()
         ends = [await agent.end_of_import(command) for command in commands]
         assert all(isinstance(end, ImportFinished) for end in ends)
 
 
-async def test_a_long_import_says_how_far_it_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "REPEAT_S", OFTEN_S)
-    source = make_checkpoint(home / "source", padding_bytes=3000 * CHUNK_BYTES)
+async def test_a_long_import_says_how_far_it_is(home: Path, held_imports: HeldImports) -> None:
+    source = make_checkpoint(home / "source", padding_bytes=20 * CHUNK_BYTES)
     async with an_agent(a_config(home)) as agent:
         command = await agent.start_import("m", source)
         progress = await agent.until(ImportProgressed, lambda said: said.done_bytes > 0)
         assert progress.job_id == command.job_id
         assert progress.stage in (JobStage.CONVERTING, JobStage.VERIFYING)
         assert progress.done_bytes <= progress.total_bytes
-        assert progress.total_bytes > 3000 * CHUNK_BYTES
+        assert progress.total_bytes > 20 * CHUNK_BYTES
         await agent.remove("m", everywhere=True)
         end = await agent.end_of_import(command)
         assert isinstance(end, ImportEnded), "removing the model cancels its import"
@@ -270,9 +265,8 @@ async def test_a_killed_agents_half_import_is_removed_at_the_next_start(home: Pa
         assert await agent.import_model("m", make_checkpoint(home / "source"))
 
 
-async def test_a_cancel_command_ends_an_import(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "REPEAT_S", OFTEN_S)
-    source = make_checkpoint(home / "source", padding_bytes=3000 * CHUNK_BYTES)
+async def test_a_cancel_command_ends_an_import(home: Path, held_imports: HeldImports) -> None:
+    source = make_checkpoint(home / "source", padding_bytes=20 * CHUNK_BYTES)
     async with an_agent(a_config(home)) as agent:
         command = await agent.start_import("m", source)
         await agent.until(ImportProgressed, lambda said: said.done_bytes > 0)
@@ -283,8 +277,8 @@ async def test_a_cancel_command_ends_an_import(home: Path, monkeypatch: pytest.M
         assert list(agent.repository.iterdir()) == [], "nothing half is left"
 
 
-async def test_an_agent_that_stops_leaves_its_import_to_another_one(home: Path) -> None:
-    source = make_checkpoint(home / "source", padding_bytes=3000 * CHUNK_BYTES)
+async def test_an_agent_that_stops_leaves_its_import_to_another_one(home: Path, held_imports: HeldImports) -> None:
+    source = make_checkpoint(home / "source", padding_bytes=20 * CHUNK_BYTES)
     async with an_agent(a_config(home)) as agent:
         command = await agent.start_import("m", source)
         await agent.until(AgentHeartbeat, lambda beat: beat.jobs == (command.job_id,))
@@ -292,14 +286,17 @@ async def test_an_agent_that_stops_leaves_its_import_to_another_one(home: Path) 
     assert list(agent.repository.iterdir()) == [], "nothing was published, nothing half is left"
 
 
-async def test_an_import_does_not_hold_up_loads(home: Path) -> None:
+async def test_an_import_does_not_hold_up_loads(home: Path, held_imports: HeldImports) -> None:
     source = make_checkpoint(home / "source")
-    big = make_checkpoint(home / "big", padding_bytes=800 * CHUNK_BYTES)
+    big = make_checkpoint(home / "big", padding_bytes=20 * CHUNK_BYTES)
     async with an_agent(a_config(home)) as agent:
+        held_imports.go_on()
         digest = await agent.import_model("m", source)
+        held_imports.may_go_on.clear()
         command = await agent.start_import("big", big)
         await agent.until(AgentHeartbeat, lambda beat: beat.jobs == (command.job_id,))
         await agent.load("m", digest)
         assert not any(isinstance(said, ImportFinished) and said.model_id == "big" for said in agent.heard)
+        held_imports.go_on()
         async with asyncio.timeout(10):
             assert isinstance(await agent.end_of_import(command), ImportFinished)

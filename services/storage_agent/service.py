@@ -103,9 +103,12 @@ class StorageAgentService:
         ]
 
     async def drain(self) -> None:
-        """No new work; the running loads end. Imports are left to another agent: they can take long."""
+        """No new work; the running loads end, and what runs on this server has time to go on elsewhere. Imports are
+        left to another agent: they can take long."""
         self._parts.commands.is_draining = True
+        self._beat()
         await self._parts.loop.drain()
+        await self._slots.until_idle()
         for subscription in self._subscriptions:
             await subscription.drain()
 
@@ -217,6 +220,7 @@ class StorageAgentService:
             ssd_used_bytes=tiers.residency.ssd_used_bytes(),
             probe_bandwidth_bytes_per_s=min(tiers.probe.bandwidth_bytes_per_s, config.ssd_bytes_per_s_max or math.inf),
             presence_path=str(parts.presence.path),
+            is_stopping=parts.commands.is_draining,
         )
 
     # --- parts ---

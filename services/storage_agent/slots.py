@@ -14,6 +14,8 @@ class Slots:
     def __init__(self) -> None:
         self._heartbeats: dict[int, WorkerHeartbeat] = {}
         self._heard = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def hear(self, heartbeat: WorkerHeartbeat) -> None:
         is_new = heartbeat.slot not in self._heartbeats
@@ -21,12 +23,18 @@ class Slots:
         if is_new:
             self._heard.set()
             self._heard = asyncio.Event()
+        self._note_idle()
 
     def forget(self, slot: int, worker_epoch: int) -> None:
         """The process is gone; what the next one says counts."""
         known = self._heartbeats.get(slot)
         if known is not None and known.epoch == worker_epoch:
             del self._heartbeats[slot]
+            self._note_idle()
+
+    async def until_idle(self) -> None:
+        """Returns when no worker runs a request."""
+        await self._idle.wait()
 
     async def device_of(self, slot: int, timeout_s: float) -> str:
         """The device of a slot, as soon as its worker has said it. Raises Unavailable when none does."""
@@ -37,3 +45,9 @@ class Slots:
         except TimeoutError:
             raise Unavailable(what=f"slot {slot} (no worker was heard for {timeout_s:g} s)") from None
         return self._heartbeats[slot].device
+
+    def _note_idle(self) -> None:
+        if any(heartbeat.active_requests for heartbeat in self._heartbeats.values()):
+            self._idle.clear()
+        else:
+            self._idle.set()

@@ -154,7 +154,16 @@ def stop(cluster: Cluster, server_id: str) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("harm", [kill, stop], ids=["killed", "told to stop"])
+def stop_server(cluster: Cluster, server_id: str) -> None:
+    for service in (f"agent-{server_id}", f"worker-{server_id}-0"):
+        pid = cluster.pid(service)
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "harm", [kill, stop, stop_server], ids=["killed", "told to stop", "its whole server told to stop"]
+)
 @pytest.mark.parametrize("is_streaming", [True, False], ids=["streaming", "whole"])
 def test_a_client_does_not_notice_that_its_worker_is_gone(
     cluster: Cluster, is_streaming: bool, harm: Callable[[Cluster, str], None]
@@ -163,6 +172,18 @@ def test_a_client_does_not_notice_that_its_worker_is_gone(
     client = Client(cluster, is_streaming).start()
     harm(cluster, where(cluster))
     assert client.end().text == PROMPT, "every token once and in order"
+    at_rest(cluster)
+
+
+def test_an_agent_that_is_told_to_stop_waits_until_its_server_s_requests_run_elsewhere(cluster: Cluster) -> None:
+    client = Client(cluster).start()
+    source = where(cluster)
+    pid = cluster.pid(f"agent-{source}")
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: where(cluster) == other(source), "it was not moved")
+    client.end()
+    wait_until(lambda: cluster.pid(f"agent-{source}") not in (None, pid), "the agent did not end")
     at_rest(cluster)
 
 

@@ -57,7 +57,7 @@ class Server:
             residency=self.holds,
             speeds=speeds,
             is_host=False,
-            is_cordoned=self.is_cordoned,
+            is_closed=self.is_cordoned,
         )
 
 

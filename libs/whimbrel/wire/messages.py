@@ -1011,7 +1011,8 @@ class AgentHeartbeat(Message, frozen=True, kw_only=True):
 
     Residency has a version that counts up. `resident` is all of it when `base_version` is None, else what changed since
     that version; who knows an older one asks with ResendResidency. Workers of the server say that they live by staying
-    connected to the Unix socket `presence_path`.
+    connected to the Unix socket `presence_path`. An agent that `is_stopping` takes no load, and ends when nothing runs
+    on its server any more, or after a while.
     """
 
     server_id: str
@@ -1029,6 +1030,7 @@ class AgentHeartbeat(Message, frozen=True, kw_only=True):
     ssd_used_bytes: NonNegative
     probe_bandwidth_bytes_per_s: float
     presence_path: str = ""
+    is_stopping: bool = False
 
 
 class ResendResidency(Message, frozen=True, kw_only=True):

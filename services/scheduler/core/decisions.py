@@ -14,7 +14,7 @@ from services.scheduler.core.views import ServerView, Snapshot, Task
 class Refusal(StrEnum):
     """Why a server is no candidate."""
 
-    CORDONED = "cordoned"  # an operator took it out
+    CLOSED = "closed"  # an operator took it out, or its agent is about to end
     TOO_SMALL = "too_small"  # the model can never be there
     BUSY = "busy"  # too few slots are free, idle or movable
     NO_ROOM = "no_room"  # slots are, but others hold the memory

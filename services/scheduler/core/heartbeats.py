@@ -125,6 +125,7 @@ def _looks_different(known: AgentHeartbeat | None, message: AgentHeartbeat) -> b
         known.pool_size_bytes != message.pool_size_bytes
         or known.ssd_size_bytes != message.ssd_size_bytes
         or known.probe_bandwidth_bytes_per_s != message.probe_bandwidth_bytes_per_s
+        or known.is_stopping != message.is_stopping
     )
 
 

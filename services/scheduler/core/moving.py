@@ -54,7 +54,7 @@ def move_away(step: Step, instance: Instance) -> bool:
         return False
     snapshot = step.cluster.snapshot(step.now)
     reasons = _reasons(step, occupant.task)
-    twins = (_into_twin(occupant, view, step.now) for view in snapshot.servers if not view.is_cordoned)
+    twins = (_into_twin(occupant, view, step.now) for view in snapshot.servers if not view.is_closed)
     move = next((twin for twin in twins if twin is not None), None)
     if move is None:
         # Any free slot will do, before others have to move for it in their turn.

@@ -112,6 +112,8 @@ def on_tick(step: Step) -> None:
     for server in step.cluster.servers.values():
         if server.is_draining:
             _advance_drain(step, server)
+        elif server.is_stopping:
+            _move_off(step, server)
 
 
 def _advance_drain(step: Step, server: Server) -> None:
@@ -125,6 +127,15 @@ def _advance_drain(step: Step, server: Server) -> None:
     if not server.instances and not is_held and not server.is_drain_told:
         server.is_drain_told = True
         step.tell(ServerDrained(server_id=server.server_id))
+
+
+def _move_off(step: Step, server: Server) -> None:
+    """Its agent waits for this before it ends. What has no other place stays, and is served by its worker."""
+    for instance_id in list(server.instances):
+        instance = step.cluster.instances[instance_id]
+        is_free = instance.state is InstanceState.READY and not instance.is_migrating
+        if is_free and instance.stays_until_s is None and not step.cluster.is_idle(instance):
+            moving.move_away(step, instance)
 
 
 def _send_away(step: Step, instance: Instance) -> None:

@@ -41,8 +41,8 @@ def tell(step: Step, model: Model, now: DecisionSummary) -> str:
 def refusal(kind: Refusal, view: ServerView, task: Task) -> str:
     """Why the server can't take the task."""
     match kind:
-        case Refusal.CORDONED:
-            return "cordoned: nothing is placed here until it is uncordoned"
+        case Refusal.CLOSED:
+            return "closed: nothing is placed here while it is cordoned, or its agent stops"
         case Refusal.TOO_SMALL:
             return (
                 f"too small: the model has {_size(task.size_bytes)}, {_size(view.capacity_bytes)} can be here at most"

@@ -121,6 +121,16 @@ class Server:
         return self.record is not None and self.record.is_cordoned
 
     @property
+    def is_stopping(self) -> bool:
+        """Whether its agent is about to end."""
+        return self.is_alive and self.heartbeat is not None and self.heartbeat.is_stopping
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is placed there."""
+        return self.is_cordoned or self.is_stopping
+
+    @property
     def is_draining(self) -> bool:
         return self.record is not None and self.record.is_draining
 

@@ -229,11 +229,11 @@ def test_a_server_that_just_failed_comes_last_but_is_better_than_none() -> None:
 
 
 def test_nothing_is_placed_on_a_cordoned_server() -> None:
-    cordoned = msgspec.structs.replace(a_server("s0", tier=Tier.DRAM), is_cordoned=True)
+    cordoned = msgspec.structs.replace(a_server("s0", tier=Tier.DRAM), is_closed=True)
     decision = place(cordoned, a_server("s1"))
     assert isinstance(decision, Placement)
     assert decision.server_id == "s1"
-    assert decision.reasons.candidates()[-1].refusal is Refusal.CORDONED
+    assert decision.reasons.candidates()[-1].refusal is Refusal.CLOSED
     assert isinstance(place(cordoned), Deferred), "it may come back"
 
 

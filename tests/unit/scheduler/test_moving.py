@@ -22,6 +22,7 @@ from whimbrel.wire.messages import (
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, ask
 from tests.unit.scheduler.migration_stories import RUN_S, event, figure_3, in_the_end, migrations, told
+from tests.unit.scheduler.toys import ToyCluster
 
 # --- preemption, for comparison ---
 
@@ -110,6 +111,47 @@ def test_a_server_that_is_drained_has_its_requests_moved_away() -> None:
     assert running.switched == 1
     assert not running.is_over
     assert event(cluster, MigrationStarted).reason == "drain"
+    in_the_end(cluster)
+
+
+def stop_agent(cluster: ToyCluster, server_id: str, *, is_stopping: bool = True) -> None:
+    cluster.agents[server_id].is_stopping = is_stopping
+    cluster.agents[server_id].beat()
+
+
+def test_an_agent_that_stops_has_the_requests_of_its_server_moved_away() -> None:
+    cluster, running = figure_3()
+    stop_agent(cluster, "s1")
+    cluster.run(5.0)
+    assert running.switched == 1
+    assert not running.is_over
+    assert event(cluster, MigrationStarted).reason == "drain"
+    assert told(cluster).count("started") == 1
+    in_the_end(cluster)
+
+
+def test_nothing_is_placed_where_an_agent_stops_until_its_next_life() -> None:
+    cluster, _ = figure_3()
+    stop_agent(cluster, "s0")
+    stop_agent(cluster, "s1")
+    request = cluster.router.request("q2", "b")
+    cluster.run(10.0)
+    assert not request.is_over
+    stop_agent(cluster, "s0", is_stopping=False)
+    cluster.run_until(lambda: request.is_done, 20.0)
+
+
+def test_without_another_place_what_runs_where_an_agent_stops_is_left_alone() -> None:
+    """Its worker lives on, and serves: also who comes later."""
+    cluster, running = figure_3()
+    cluster.kill_worker("s0", 0)
+    cluster.run(4.0)
+    stop_agent(cluster, "s1")
+    cluster.run(5.0)
+    late = cluster.router.request("q2", "a")
+    cluster.run_until(lambda: running.is_done and late.is_done, RUN_S + 10.0)
+    assert running.switched == 0
+    assert late.instance_id == running.instance_id
     in_the_end(cluster)
 
 

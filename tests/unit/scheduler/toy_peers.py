@@ -73,6 +73,7 @@ class ToyAgent:
     revoked: set[str] = field(default_factory=set)
     import_s: float = 1.0
     is_alive: bool = True
+    is_stopping: bool = False
     told: dict[tuple[str, str], tuple[Tier, int]] = field(default_factory=dict)
     version: int = 0
 
@@ -134,6 +135,7 @@ class ToyAgent:
                 ssd_size_bytes=100 * GB,
                 ssd_used_bytes=0,
                 probe_bandwidth_bytes_per_s=1e9,
+                is_stopping=self.is_stopping,
             )
         )
 

@@ -70,6 +70,7 @@ class Peer:
         self.refusal: WhimbrelError | None = None
         self.may_attach = True
         self.device = "cpu"
+        self.active_requests = 0
         self._locks: dict[str, int] = {}
         self._held: list[tuple[AttachInstance, str | None]] = []
 
@@ -89,7 +90,7 @@ class Peer:
     async def beat(self) -> None:
         heartbeat = WorkerHeartbeat(
             server_id=SERVER, slot=self.slot, epoch=1, device=self.device, state=WorkerState.EMPTY,
-            instance_id=None, model_id=None, active_requests=0,
+            instance_id=None, model_id=None, active_requests=self.active_requests,
         )  # fmt: skip
         await self.bus.publish(self.bus.subjects.heartbeat(heartbeat), heartbeat)
 

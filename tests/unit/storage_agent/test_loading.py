@@ -636,6 +636,20 @@ async def test_an_agent_that_stops_lets_the_running_load_end_and_gives_the_other
         await draining
 
 
+async def test_an_agent_that_stops_says_so_and_waits_until_nothing_runs_on_its_server(home: Path) -> None:
+    async with an_agent(a_config(home)) as agent:
+        assert not (await agent.until(AgentHeartbeat)).is_stopping
+        agent.peer.active_requests = 1
+        await agent.peer.beat()
+        draining = asyncio.create_task(agent.service.drain())
+        await agent.until(AgentHeartbeat, lambda beat: beat.is_stopping)
+        assert not draining.done(), "there is time to move the request elsewhere"
+        agent.peer.active_requests = 0
+        await agent.peer.beat()
+        async with asyncio.timeout(5):
+            await draining
+
+
 async def test_chunks_of_an_instance_are_given_as_one_list_per_partition(home: Path) -> None:
     config = a_config(home)
     digest = publish(config, "m", size_bytes=5 * CHUNK_BYTES)

@@ -6,8 +6,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +15,7 @@ import pytest
 import ckptio
 from ckptio.publish import publishing
 
-CONVERT_AND_TELL = """
-import sys
-from pathlib import Path
-import ckptio
-def tell(progress):
-    print(progress.done_bytes, flush=True)
-ckptio.convert(sys.argv[1], sys.argv[2], chunk_size_bytes=4096, overwrite=sys.argv[3] == "1", progress=tell)
-print("published", flush=True)
-"""
-
-
-def converter(source: Path, destination: Path, *, overwrite: bool = False) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", CONVERT_AND_TELL, str(source), str(destination), str(int(overwrite))]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+from .stepped import converter, kill_after
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -48,13 +33,7 @@ def test_a_killed_converter_leaves_nothing_that_verifies(
     destination = tmp_path / "out"
     killed_midway = 0
     for _ in range(8):
-        process = converter(source, destination)
-        assert process.stdout is not None
-        for _ in range(generator.randrange(62)):
-            process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        kill_after(converter(source, destination, chunk_size_bytes=4096), generator.randrange(62))
         killed_midway += len(leftovers(tmp_path))
         if destination.exists():
             ckptio.verify(destination)
@@ -77,12 +56,8 @@ def test_a_killed_replacement_leaves_the_old_checkpoint(
     old, new = some_tensors((5000,), seed=1), some_tensors(*[(30_000,)] * 4, seed=2)
     destination = tmp_path / "out"
     ckptio.convert(write_model(tmp_path / "old", old), destination)
-    process = converter(write_model(tmp_path / "new", new), destination, overwrite=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    source = write_model(tmp_path / "new", new)
+    kill_after(converter(source, destination, chunk_size_bytes=4096, overwrite=True), 1)
     ckptio.verify(destination)
     assert checkpoint_bytes(destination) == old
     ckptio.convert(tmp_path / "new", destination, overwrite=True)
@@ -121,10 +96,11 @@ def test_two_converters_of_one_model_do_not_mix(
     """The second waits, and then finds the work done."""
     tensors = some_tensors(*[(50_000,)] * 4)
     source = write_model(tmp_path / "model", tensors)
-    processes = [converter(source, tmp_path / "out") for _ in range(3)]
+    out = tmp_path / "out"
+    processes = [converter(source, out, is_stepped=False, chunk_size_bytes=4096) for _ in range(3)]
     endings = [process.communicate(timeout=30)[0].splitlines()[-1:] for process in processes]
     assert endings.count(["published"]) == 1
-    assert checkpoint_bytes(tmp_path / "out") == tensors
+    assert checkpoint_bytes(out) == tensors
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "out"]
 
 

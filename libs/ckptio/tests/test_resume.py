@@ -20,17 +20,10 @@ import ckptio
 from ckptio import faults
 from ckptio.resume import JOURNAL_FILE
 
+from .stepped import converter, kill_after
+
 CHUNK_BYTES = 8192
 SHAPES = [(100_000,), (70_001,), (0, 3), (250_000,), (8192,), (40_000,)] * 4
-
-CONVERT_AND_TELL = """
-import sys
-import ckptio
-def tell(progress):
-    print(progress.done_bytes, flush=True)
-ckptio.convert(sys.argv[1], sys.argv[2], chunk_size_bytes=8192, resume=True, partitioning=2, progress=tell)
-print("published", flush=True)
-"""
 
 
 def hidden(directory: Path) -> list[Path]:
@@ -88,14 +81,8 @@ def test_a_conversion_killed_at_random_points_ends_with_the_same_bytes(
     destination = tmp_path / "out"
     kept_most = 0
     for _ in range(12):
-        command = [sys.executable, "-c", CONVERT_AND_TELL, str(source), str(destination)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        for _ in range(generator.randrange(180)):
-            process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        options = {"chunk_size_bytes": CHUNK_BYTES, "resume": True, "partitioning": 2}
+        kill_after(converter(source, destination, **options), generator.randrange(180))
         if destination.exists():
             assert content(destination) == content(tmp_path / "whole")
             shutil.rmtree(destination)

@@ -119,6 +119,9 @@ def build_skeleton(model_config: bytes) -> Skeleton:
         raise EngineError(f"config.json of type {config.model_type!r} makes no model: {cause}") from cause
     model.eval()
     model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.register_forward_pre_hook(_pack)
     text_config = config.get_text_config()
     limits = Limits(
         context_tokens=int(getattr(text_config, "max_position_embeddings", 2**31 - 1)),
@@ -131,6 +134,12 @@ def build_skeleton(model_config: bytes) -> Skeleton:
         tensors=_tensors(model),
         base_prefix=model.base_model_prefix,
     )
+
+
+def _pack(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of a pass over several tokens the head gets the last one, as a view with the strides of all of them. For those
+    torch multiplies by a copy of the weights, the largest matrix of the model, which costs more than all the rest."""
+    return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
 
 
 def _digest(model_config: bytes) -> str:

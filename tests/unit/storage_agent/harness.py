@@ -205,8 +205,15 @@ class Harness:
         return await self.until(AgentHeartbeat, condition)
 
     async def stored(self) -> AgentHeartbeat:
-        """Every copy that is resident at all is whole on the SSD, for which a load does not wait."""
-        return await self.heartbeat_with(lambda beat: all(m.ssd_bytes == m.size_bytes for m in beat.resident))
+        """Every copy is whole on the SSD, for which a load does not wait. A heartbeat of before it came is none."""
+        residency = self.service.tiers.residency
+
+        def is_stored(beat: AgentHeartbeat) -> bool:
+            told = {model.model_id for model in beat.resident}
+            is_whole = all(model.ssd_bytes == model.size_bytes for model in beat.resident)
+            return is_whole and bool(told) and told >= {model.model_id for model in residency.resident()}
+
+        return await self.heartbeat_with(is_stored)
 
     async def send(self, message: Message) -> None:
         await self.bus.publish(self.bus.subjects.to_agent(SERVER, message), message)

@@ -9,7 +9,7 @@ import ckptio
 from whimbrel.chassis.bus import Received
 from whimbrel.wire.codec import error_of
 from whimbrel.wire.errors import Conflict
-from whimbrel.wire.messages import AgentHeartbeat, AttachInstance, LoadEnded, LoadFinished
+from whimbrel.wire.messages import AttachInstance, LoadEnded, LoadFinished
 
 from services.gpu_worker.chunks import LentChunks
 from tests.unit.storage_agent.harness import CHUNK_BYTES, PATIENCE_S, Peer, a_config, an_agent, publish
@@ -45,8 +45,7 @@ async def test_a_load_whose_content_was_replaced_ends_with_a_conflict(home: Path
         slow.may_look.clear()
         command = await agent.start_load("m", former, slot=1)
         await asyncio.wait_for(slow.was_asked.wait(), PATIENCE_S)
-        # Not `stored`: a heartbeat may come before the copy is known at all.
-        await agent.until(AgentHeartbeat, lambda beat: any(m.ssd_bytes == m.size_bytes for m in beat.resident))
+        await agent.stored()
         newer = publish(config, "m", seed=2)
         await agent.load("m", newer, slot=2)
         slow.may_look.set()

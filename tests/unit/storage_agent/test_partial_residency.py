@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,8 +20,6 @@ from services.storage_agent.core.chunks import CheckpointKey
 from tests.unit.storage_agent.gated_repository import GatedRepository
 from tests.unit.storage_agent.harness import CHUNK_BYTES, Harness, Peer, a_config, an_agent, damage, publish
 from tests.unit.storage_agent.mortal import Life
-
-ARRIVAL_S_MAX = 0.005
 
 
 def moved(finished: LoadFinished) -> dict[Tier, int]:
@@ -165,8 +161,7 @@ async def test_two_loads_of_one_model_cause_one_fetch(home: Path) -> None:
         slots(agent, 2) as peers,
     ):
         commands = [await load_on(agent, peer, "m", digest) for peer in peers]
-        await gate.until_waiting(4)
-        assert agent.service._heartbeat().running == tuple(command.task_id for command in commands)
+        await agent.heartbeat_with(lambda beat: beat.running == tuple(command.task_id for command in commands))
         gate.open_gate()
         ends = [await end_of(agent, command) for command in commands]
         assert [end.source_tier for end in ends] == [Tier.REMOTE] * 2
@@ -249,7 +244,7 @@ async def test_what_dram_has_waits_for_no_slower_path(home: Path) -> None:
         await end_of(agent, far)
 
 
-async def test_loads_over_one_path_run_in_the_order_they_came(home: Path) -> None:
+async def test_loads_over_one_path_run_in_the_order_they_came(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """E4, E5: one load at a time per path, first in first out."""
     config = a_config(home, pool_bytes=200 * CHUNK_BYTES)
     names = [f"m{n}" for n in range(5)]
@@ -259,15 +254,25 @@ async def test_loads_over_one_path_run_in_the_order_they_came(home: Path) -> Non
             await load_and_unload(agent, name, digests[name])
         await agent.stored()
     async with an_agent(config) as agent, slots(agent, 5) as peers:
-        asked_s, commands = [], []
+        read, order, under_way = agent.service._parts.reads.read, [], set()
+
+        async def watched(checkpoint: Any, *rest: Any) -> None:
+            name = checkpoint.key.model_id
+            order.append(name)
+            under_way.add(name)
+            await asyncio.sleep(0)  # long enough for another one that does not wait
+            assert under_way == {name}, "each waits for those before it"
+            await read(checkpoint, *rest)
+            under_way.remove(name)
+
+        monkeypatch.setattr(agent.service._parts.reads, "read", watched)
         async with agent.service._paths.turn(Tier.SSD):
-            for peer, name in zip(peers, names, strict=True):
-                asked_s.append(time.monotonic())
-                commands.append(await load_on(agent, peer, name, digests[name]))
-            assert agent.service._heartbeat().running == ()
+            commands = [
+                await load_on(agent, peer, name, digests[name]) for peer, name in zip(peers, names, strict=True)
+            ]
+            beat = await agent.heartbeat_with(lambda beat: len(beat.tasks) == len(names))
+            assert beat.running == ()
         ends = [await end_of(agent, command) for command in commands]
         assert [end.source_tier for end in ends] == [Tier.SSD] * 5
-        started_s = [asked + end.queue_s for asked, end in zip(asked_s, ends, strict=True)]
-        # A command takes a moment to arrive, which its queueing does not count.
-        pairs = itertools.pairwise(started_s)
-        assert all(later > earlier - ARRIVAL_S_MAX for earlier, later in pairs), "each waited for those before it"
+        assert order == names
+        assert all(end.queue_s > 0 for end in ends)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from whimbrel.client import AdminClient
 from whimbrel.client.admin import Answer
@@ -14,14 +15,15 @@ from whimbrel.client.admin import Answer
 
 @dataclass(slots=True)
 class Seen:
-    """`pieces_s` are the times of its pieces, monotonic seconds; `disturbed_s` is when something was done to it, after
-    so many pieces as `disturbed_at` says."""
+    """`pieces_s` are the times of its pieces, monotonic seconds; something was done to it from `disturbed_s` to
+    `settled_s`, after so many pieces as `disturbed_at` says."""
 
     text: str = ""
     answer: Answer = field(default_factory=Answer)
     asked_s: float = 0.0
     pieces_s: list[float] = field(default_factory=list)
     disturbed_s: float = 0.0
+    settled_s: float = inf
     disturbed_at: int = 0
 
     @property
@@ -37,9 +39,10 @@ class Seen:
 
     @property
     def pause_s(self) -> float:
-        """The longest time between two pieces that was not over when it was disturbed."""
+        """The longest time between two pieces, of those during which it was disturbed for a while."""
         pairs = zip(self.pieces_s, self.pieces_s[1:], strict=False)
-        return max((later - earlier for earlier, later in pairs if later >= self.disturbed_s), default=0.0)
+        during = (pair for pair in pairs if pair[1] >= self.disturbed_s and pair[0] <= self.settled_s)
+        return max((later - earlier for earlier, later in during), default=0.0)
 
 
 async def watch(
@@ -60,7 +63,12 @@ async def watch(
         seen.pieces_s.append(time.perf_counter())
         if disturb is not None and len(seen.pieces_s) == at:
             seen.disturbed_s = seen.pieces_s[-1]
-            disturbing = asyncio.ensure_future(disturb())
+            disturbing = asyncio.ensure_future(_settle(seen, disturb))
     if disturbing is not None:
         await disturbing
     return seen
+
+
+async def _settle(seen: Seen, disturb: Callable[[], Awaitable[object]]) -> None:
+    await disturb()
+    seen.settled_s = time.perf_counter()

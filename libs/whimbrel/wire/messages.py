@@ -866,7 +866,8 @@ class MigrationState(StrEnum):
 
 class MigrationStatus(Value, frozen=True, kw_only=True):
     """A migration as people see it. `reason` says who wanted it: placement (`for_model_id` needs the slot), operator,
-    drain. `estimate_s` is t_migrate, with the load where one was needed."""
+    drain. `estimate_s` is t_migrate, with the load where one was needed; `resume_estimate_s` is t_migrate when the
+    destination was ready, and `resume_s` what it took from there to the stop of the source, 0 until then."""
 
     migration_id: str
     model_id: str
@@ -882,6 +883,8 @@ class MigrationStatus(Value, frozen=True, kw_only=True):
     gap_tokens: NonNegative = 0
     sent_tokens: NonNegative = 0
     estimate_s: Seconds = 0.0
+    resume_estimate_s: Seconds = 0.0
+    resume_s: Seconds = 0.0
     age_s: Seconds = 0.0
     end: str = ""
 

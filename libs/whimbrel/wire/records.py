@@ -155,7 +155,8 @@ class ResumeRecord(Record, frozen=True, kw_only=True):
     """What was learned of computing a model's requests again on a kind of device (M1): t = a (t_in + t_out) + b.
 
     Recursive least squares with forgetting: `covariance` is the 2 × 2 matrix, row by row. `token_s` is t, the model's
-    mean time per output token (M3); a prior while `token_observations` is 0.
+    mean time per output token (M3); a prior while `token_observations` is 0. `migrations` counts those that were
+    observed; before the first one, prefills of ordinary requests are all there is to learn from.
     """
 
     table = "resumes"
@@ -168,6 +169,7 @@ class ResumeRecord(Record, frozen=True, kw_only=True):
     observations: NonNegative
     token_s: float = 0.0
     token_observations: NonNegative = 0
+    migrations: NonNegative = 0
 
     def key(self) -> str:
         return f"{self.model_id}@{self.device}"

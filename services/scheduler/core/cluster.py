@@ -233,6 +233,13 @@ class Cluster:
             known = resumes.prior(model_id, device, parameter_count=parameter_count)
         return known
 
+    def learn_resume(self, record: ResumeRecord) -> None:
+        """What is known of computing a model's requests again from now on."""
+        self.resumes[record.key()] = record
+        for instance_id in self.models[record.model_id].instances:
+            # What moving any of them would take is another estimate now.
+            self.doubt(self.instances[instance_id].record.server_id)
+
     def snapshot(self, now: float) -> Snapshot:
         """The live servers; views of servers that nothing happened to are used again."""
         views = self._overview.views(self)

@@ -114,7 +114,7 @@ class Migration:
     is_stopping: bool = False
     #: Requests that asked for another place in the handover: the destination did not take them.
     requeued: int = 0
-    #: What the first round may take at most: computing all tokens again.
+    #: What computing all tokens again is estimated to take.
     resume_s: float = 0.0
     end: str = ""
 
@@ -125,6 +125,11 @@ class Migration:
     @property
     def state(self) -> MigrationState:
         return self.record.state
+
+    @property
+    def observed_resume_s(self) -> float | None:
+        """From the destination being ready to the stop of the source; None when this scheduler has not seen both."""
+        return None if self.ready_s is None or self.stopped_s is None else self.stopped_s - self.ready_s
 
     @property
     def is_over(self) -> bool:

@@ -17,8 +17,8 @@ from services.scheduler.core.step import Step
 def finish(step: Step, migration: Migration) -> None:
     """→ FINISHED. The destination is an instance like any other."""
     record = migration.record
-    if migration.ready_s is not None and migration.stopped_s is not None and migration.resume_s > 0.0:
-        actual_s = migration.stopped_s - migration.ready_s
+    actual_s = migration.observed_resume_s
+    if actual_s is not None and migration.resume_s > 0.0:
         server_id = record.destination_server_id
         lifecycle.keep_accuracy(step, server_id, Tier.GPU, estimate_s=migration.resume_s, actual_s=actual_s)
     words.tell(

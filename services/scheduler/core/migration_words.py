@@ -81,6 +81,8 @@ def status(step: Step, migration: Migration) -> MigrationStatus:
         gap_tokens=record.gap_tokens,
         sent_tokens=record.sent_tokens,
         estimate_s=record.estimate_s,
+        resume_estimate_s=migration.resume_s,
+        resume_s=migration.observed_resume_s or 0.0,
         age_s=max(0.0, step.now - migration.started_s),
         end=migration.end,
     )

@@ -11,7 +11,7 @@ from whimbrel.wire.events import MigrationHandedOver, MigrationResuming, Migrati
 from whimbrel.wire.messages import MigrationState
 from whimbrel.wire.records import InstanceState, MigrationRecord
 
-from services.scheduler.core import commands, lifecycle, migration_ends
+from services.scheduler.core import commands, lifecycle, migration_ends, resumes, sights
 from services.scheduler.core import migration_words as words
 from services.scheduler.core.decisions import Move, Placement, Reasons
 from services.scheduler.core.instances import Instance
@@ -220,6 +220,9 @@ def _resume(step: Step, migration: Migration) -> None:
     step.save(record)
     migration.ready_s = step.now
     source = step.cluster.instances[record.source_instance_id]
+    if source.active:
+        # It has gone on since it was decided.
+        migration.resume_s = sights.resume_now(step.cluster, source).seconds(step.now)
     source.is_closed = True
     step.send_routers(commands.route_added(source))
     step.cluster.touch(source.record.server_id)
@@ -237,6 +240,7 @@ def _hand_over(step: Step, migration: Migration) -> None:
     record = migration.record
     step.save(record)
     migration.stopped_s = step.now
+    _learn(step, migration)
     source = step.cluster.instances.get(record.source_instance_id)
     if source is not None and source.state is InstanceState.READY:
         lifecycle.drain(step, source)
@@ -250,3 +254,17 @@ def _hand_over(step: Step, migration: Migration) -> None:
         gap_tokens=record.gap_tokens,
         sent_tokens=record.sent_tokens,
     )
+
+
+def _learn(step: Step, migration: Migration) -> None:
+    """What it took to compute all that again."""
+    destination = step.cluster.instances.get(migration.record.destination_instance_id)
+    observed_s = migration.observed_resume_s
+    if destination is None or observed_s is None:
+        return
+    known = step.cluster.resume_record(destination)
+    record = resumes.observe_migration(known, tokens=migration.record.sent_tokens, seconds=observed_s)
+    if record is not known:
+        step.cluster.learn_resume(record)
+        step.cluster.saved_resumes[record.key()] = record
+        step.save(record)

@@ -1,8 +1,11 @@
 """Owns what is learned of computing a request again elsewhere: t_migrate = a (t_in + t_out) + b, with t_out = d / t.
 
-Theory of operation. Every prefill is one observation of a and b. They are fitted by recursive least squares that
-forgets, each observation weighed by how much prefills of that length scatter, which is by a share of their time. A
-prefill far off (its device had other work) moves the fit by a bounded step, and makes the fit less sure of itself: the
+Theory of operation. Every migration is one observation of a and b: the tokens that were sent, and the time from the
+first of them to the stop of the source. Until there was one, prefills of ordinary requests stand in for them; they
+know nothing of a destination that computes while the source does, nor of the step that the source ends first, so they
+are not mixed. a and b are fitted by recursive least squares that
+forgets, each observation weighed by how much those of that length scatter, which is by a share of their time. One
+far off (its device had other work) moves the fit by a bounded step, and makes the fit less sure of itself: the
 next ordinary one pulls it back at once, while several in a row are soon believed, so hardware that changed is
 relearned. Forgetting never makes anything less certain than a prior is, so prefills that are all of one length do not
 blow up what they can't tell.
@@ -106,6 +109,18 @@ def observe_prefill(record: ResumeRecord, *, tokens: int, seconds: float) -> Res
         covariance=covariance,
         observations=record.observations + 1,
     )
+
+
+def observe_migration(record: ResumeRecord, *, tokens: int, seconds: float) -> ResumeRecord:
+    """The fit after a migration sent `tokens`, and its source stopped after `seconds`. The first one begins anew, from
+    what prefills have told, and as unsure of it as of a prior."""
+    if tokens <= 0 or seconds < 0.0:
+        return record
+    if record.migrations == 0:
+        unsure = (PRIOR_ERROR * record.seconds_per_token) ** 2, 0.0, 0.0, PRIOR_OVERHEAD_ERROR_S**2
+        record = msgspec.structs.replace(record, covariance=unsure)
+    record = observe_prefill(record, tokens=tokens, seconds=seconds)
+    return msgspec.structs.replace(record, migrations=record.migrations + 1)
 
 
 def observe_token_time(record: ResumeRecord, token_s: float) -> ResumeRecord:

@@ -77,14 +77,11 @@ def _learn_resumes(step: Step, instance: Instance, message: InferenceFinished) -
     if cluster.slot_of(instance).heartbeat is None or (message.prefill_s is None and message.token_s == 0.0):
         return
     record = known = cluster.resume_record(instance)
-    if message.prefill_s is not None:
+    if message.prefill_s is not None and record.migrations == 0:
         record = resumes.observe_prefill(record, tokens=message.prompt_tokens, seconds=message.prefill_s)
     if message.token_s > 0.0:
         record = resumes.observe_token_time(record, message.token_s)
-    cluster.resumes[record.key()] = record
-    for other_id in cluster.models[instance.record.model_id].instances:
-        # What moving any of them would take is another estimate now.
-        cluster.doubt(cluster.instances[other_id].record.server_id)
+    cluster.learn_resume(record)
     if record.observations // RESUME_SAVED_EVERY != known.observations // RESUME_SAVED_EVERY or known.observations == 0:
         cluster.saved_resumes[record.key()] = record
         step.save(record)

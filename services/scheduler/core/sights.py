@@ -13,7 +13,7 @@ from services.scheduler.core.instances import Instance, Seen
 from services.scheduler.core.models import Model
 from services.scheduler.core.resumes import joined, resume_of
 from services.scheduler.core.servers import Server, Slot
-from services.scheduler.core.views import Occupant, ServerView, SlotView, Task
+from services.scheduler.core.views import Occupant, Resume, ServerView, SlotView, Task
 
 if TYPE_CHECKING:
     from services.scheduler.core.cluster import Cluster
@@ -122,6 +122,14 @@ def _runner(cluster: Cluster, instance: Instance, occupant: Occupant) -> Occupan
     if instance.is_migrating or instance.stays_until_s is not None or not instance.active:
         return occupant
     known = cluster.resume_record(instance)
+    return msgspec.structs.replace(
+        occupant, resume=resume_now(cluster, instance), pause_s=known.overhead_s + known.token_s
+    )
+
+
+def resume_now(cluster: Cluster, instance: Instance) -> Resume:
+    """What computing all that runs there again would take, as its routers said last."""
+    known = cluster.resume_record(instance)
     said_s = max(running.said_s for running in instance.active.values())
     parts = [
         resume_of(
@@ -133,7 +141,7 @@ def _runner(cluster: Cluster, instance: Instance, occupant: Occupant) -> Occupan
         )
         for running in instance.active.values()
     ]
-    return msgspec.structs.replace(occupant, resume=joined(parts, said_s), pause_s=known.overhead_s + known.token_s)
+    return joined(parts, said_s)
 
 
 def _idle_longest(occupant: Occupant) -> tuple[float, str]:

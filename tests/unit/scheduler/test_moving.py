@@ -18,10 +18,12 @@ from whimbrel.wire.messages import (
     MigrateModelReply,
     MigrationState,
 )
+from whimbrel.wire.records import ResumeRecord
 
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, ask
 from tests.unit.scheduler.migration_stories import RUN_S, event, figure_3, in_the_end, migrations, told
+from tests.unit.scheduler.toy_migrating import ROUND_S
 from tests.unit.scheduler.toys import ToyCluster
 
 # --- preemption, for comparison ---
@@ -165,3 +167,23 @@ def test_without_another_place_a_drained_server_lets_its_requests_end() -> None:
     assert running.switched == 0
     cluster.run_until(lambda: running.is_done, RUN_S + 5.0)
     cluster.run_until(lambda: any(isinstance(e, ServerDrained) for e in cluster.events), 5.0)
+
+
+def test_every_migration_teaches_what_the_next_one_takes_and_is_held_against_its_estimate() -> None:
+    """M1: a and b are those of resumes; prefills of ordinary requests only stand in until there was one."""
+    cluster, running = figure_3()
+    reply = ask(cluster, MigrateModel(what="a", server_id="s0"))
+    assert isinstance(reply, MigrateModelReply)
+    cluster.run(2.0)
+    assert running.switched == 1
+    listed = ask(cluster, GetMigrations())
+    assert isinstance(listed, GetMigrationsReply)
+    (one,) = listed.migrations
+    assert one.resume_estimate_s > 0.0
+    assert ROUND_S <= one.resume_s < one.age_s
+    (learned,) = [record for record in cluster.store.values() if isinstance(record, ResumeRecord)]
+    assert learned.migrations == 1
+    cluster.run_until(lambda: running.is_done, RUN_S + 5.0)
+    assert cluster.controller is not None
+    assert [known.migrations for known in cluster.controller.cluster.resumes.values()] == [1]
+    in_the_end(cluster)

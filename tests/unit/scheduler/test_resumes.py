@@ -12,6 +12,7 @@ from services.scheduler.core.resumes import (
     estimate_s,
     joined,
     kind_of,
+    observe_migration,
     observe_prefill,
     observe_token_time,
     prior,
@@ -154,6 +155,23 @@ def test_constants_are_times_whatever_is_observed() -> None:
             assert p_aa >= 0.0, where
             assert p_bb >= 0.0, where
             assert p_ab * p_ab <= p_aa * p_bb * (1 + 1e-9), where
+
+
+def test_ten_migrations_replace_what_any_number_of_prefills_had_told() -> None:
+    """A destination that computes while the source does is slower than one that has the machine for itself."""
+    for seed in SEEDS:
+        chance = random.Random(seed)
+        record = learn(unseen(), chance, 100)
+        for _ in range(10):
+            tokens, seconds = prefill(chance, 2.5)
+            record = observe_migration(record, tokens=tokens, seconds=seconds)
+        assert record.migrations == 10
+        assert error(record, 2.5) < 0.35, f"seed {seed}"
+
+
+def test_a_migration_that_sent_nothing_says_nothing() -> None:
+    record = unseen()
+    assert observe_migration(record, tokens=0, seconds=1.0) == record
 
 
 def test_nothing_is_learned_from_no_tokens() -> None:

@@ -23,9 +23,11 @@ from services.storage_agent import import_downloads, import_space
 from tests.support.checkpoints import make_checkpoint
 from tests.support.hub_server import COMMIT, HubServer, running_hub
 from tests.unit.storage_agent.held_imports import HeldImports
-from tests.unit.storage_agent.import_bench import CHUNK_BYTES, SERVER, ImportBench, import_jobs
+from tests.unit.storage_agent.import_bench import CHUNK_BYTES, PATIENCE_S, SERVER, ImportBench, import_jobs
 
 MODEL = "org/tiny"
+# All that a source has beside its weights: whoever has more has some of them.
+SMALL_FILES_BYTES_MAX = 10_000
 ROOT = Path(__file__).parents[3]
 
 
@@ -138,7 +140,7 @@ async def test_a_killed_agent_s_download_is_resumed_in_its_next_life(
     hub.may_go_on.clear()
     async with import_jobs(tmp_path) as bench:
         command = bench.start("m", f"hf://{MODEL}")
-        await bench.until(ImportProgressed, lambda said: said.done_bytes > 10_000)
+        await bench.until(ImportProgressed, lambda said: said.done_bytes > SMALL_FILES_BYTES_MAX)
     assert not any(isinstance(said, ImportEnded) for said in bench.heard)
     hub.may_go_on.set()
     async with import_jobs(tmp_path) as bench:
@@ -289,14 +291,13 @@ async def test_a_web_directory_is_a_source_and_is_resumed(hub: HubServer, source
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
 async def test_a_web_download_is_resumed_by_the_next_job(
-    hub: HubServer, source: Path, tmp_path: Path, ignores_ranges: bool, monkeypatch: pytest.MonkeyPatch
+    hub: HubServer, source: Path, tmp_path: Path, ignores_ranges: bool
 ) -> None:
     hub.root, hub.ignores_ranges = source.parent, ignores_ranges
     async with import_jobs(tmp_path) as bench:
         hub.may_go_on.clear()
-        command = bench.start("m", f"{hub.url}/source")
-        await bench.at_stage(command, JobStage.DOWNLOADING)
-        await asyncio.to_thread(hub.stands_still.wait, 10)
+        bench.start("m", f"{hub.url}/source")
+        await bench.until(ImportProgressed, lambda said: said.done_bytes > SMALL_FILES_BYTES_MAX)
     hub.may_go_on.set()
     async with import_jobs(tmp_path) as bench:
         await bench.finish("m", f"{hub.url}/source")
@@ -382,7 +383,7 @@ def a_small_disk(path: Path, size_bytes: int) -> Iterator[Path]:
 
 
 async def test_a_disk_that_fills_up_meanwhile_is_named_and_the_next_try_goes_on(
-    hub: HubServer, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: HubServer, source: Path, tmp_path: Path
 ) -> None:
     """E2: somebody else takes the space that was free when the download began."""
     hub.models[MODEL] = source
@@ -464,8 +465,8 @@ async def test_a_download_is_cancelled_at_once_though_its_origin_is_silent(
             hub.stands_still.clear()
             bench.heard.clear()
             command = bench.start("m", place)
-            assert await asyncio.to_thread(hub.stands_still.wait, 10), "its origin is silent"
-            async with asyncio.timeout(5):
+            assert await asyncio.to_thread(hub.stands_still.wait, PATIENCE_S), "its origin is silent"
+            async with asyncio.timeout(import_downloads.STALL_S_MAX / 2):
                 await cancelled(bench, command)
 
 
@@ -487,7 +488,7 @@ async def test_a_job_that_waits_is_cancelled_before_it_runs_and_one_unknown_when
     hub.may_go_on.clear()
     async with import_jobs(tmp_path) as bench:
         running = bench.start("m", f"hf://{MODEL}")
-        await asyncio.to_thread(hub.stands_still.wait, 10)
+        assert await asyncio.to_thread(hub.stands_still.wait, PATIENCE_S)
         waiting = bench.start("n", source)
         bench.jobs.cancel(waiting.job_id)
         bench.jobs.cancel("late")
@@ -498,7 +499,7 @@ async def test_a_job_that_waits_is_cancelled_before_it_runs_and_one_unknown_when
             assert end.error.code == Cancelled.code
         hub.may_go_on.set()
         assert not isinstance(await bench.end_of(running), ImportEnded)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await bench.nothing_left.wait()
         bench.heard.clear()
         bench.jobs.cancel(running.job_id)

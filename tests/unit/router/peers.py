@@ -72,6 +72,9 @@ from whimbrel.wire.messages import (
 
 M = TypeVar("M", bound=Message)
 
+# Some of what is awaited here is another process that starts.
+PATIENCE_S = 30.0
+
 LOADED = Stages(tier=Tier.SSD, queue_s=0.01, fetch_s=0.02, load_s=0.03, bind_s=0.004)
 
 
@@ -143,7 +146,7 @@ class Heard:
 
     async def wait(self, kind: type[M], count: int = 1) -> list[M]:
         """The messages of that kind, once there are `count`."""
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(lambda: len(self.all(kind)) >= count)
         return self.all(kind)
 

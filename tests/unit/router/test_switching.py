@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -187,28 +188,28 @@ async def test_an_instance_lost_before_it_has_said_anything_after_a_switch_is_on
     assert (event.output_tokens, event.reason) == (3, "failover: the worker ended the request")
 
 
-async def test_a_worker_that_is_restarted_or_silent_costs_no_token(quick: None, bench: Bench) -> None:
-    await bench.scheduler.add_route(ROUTE)
-    bench.worker.frames_before_hold = 2
-
-    async def restart() -> None:
-        bench.worker.epoch += 1
-
-    async def fall_silent() -> None:
-        bench.worker.is_mute = True
-
-    for happen in (restart, fall_silent):
-        async with asyncio.TaskGroup() as group:
-            asking = group.create_task(told(bench))
-            await begun(bench)
-            await happen()
-            await bench.scheduler.heard.wait(PlaceModel)
-            await bench.scheduler.add_route(OTHER)
-        assert asking.result()[0] == ANSWER
-        await bench.scheduler.remove_route(OTHER)
+async def test_a_worker_that_is_restarted_or_silent_costs_no_token(quick: None, make_bench: MakeBench) -> None:
+    async with make_bench() as bench:
         await bench.scheduler.add_route(ROUTE)
-        bench.scheduler.heard.clear()
-    bench.worker.is_mute = False
+        bench.worker.frames_before_hold = 2
+
+        async def restart() -> None:
+            bench.worker.epoch += 1
+
+        async def fall_silent() -> None:
+            bench.worker.is_mute = True
+
+        for happen in (restart, fall_silent):
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(told(bench))
+                await begun(bench)
+                await happen()
+                await bench.scheduler.heard.wait(PlaceModel)
+                await bench.scheduler.add_route(OTHER)
+            assert asking.result()[0] == ANSWER
+            await bench.scheduler.remove_route(OTHER)
+            await bench.scheduler.add_route(ROUTE)
+            bench.scheduler.heard.clear()
 
 
 async def test_a_request_that_keeps_losing_its_instance_after_tokens_ends(bench: Bench) -> None:
@@ -335,29 +336,31 @@ async def test_a_handover_without_a_place_to_go_is_a_loss(bench: Bench) -> None:
     assert (await told(bench))[0] == ANSWER
 
 
-async def test_the_loss_of_a_destination_that_nobody_announced_reaches_the_request(quick: None, bench: Bench) -> None:
+async def test_the_loss_of_a_destination_that_nobody_announced_reaches_the_request(
+    quick: None, make_bench: MakeBench
+) -> None:
     """The destination is in no route table yet: neither its silence nor its restart may be missed."""
-    await bench.scheduler.add_route(ROUTE)
+    async with make_bench() as bench:
+        await bench.scheduler.add_route(ROUTE)
 
-    async def restart() -> None:
-        bench.other.epoch += 1
+        async def restart() -> None:
+            bench.other.epoch += 1
 
-    async def fall_silent() -> None:
-        bench.other.is_mute = True
+        async def fall_silent() -> None:
+            bench.other.is_mute = True
 
-    async def forget() -> None:
-        bench.other.forgets_requests, bench.other.instance_id = True, None
+        async def forget() -> None:
+            bench.other.forgets_requests, bench.other.instance_id = True, None
 
-    for happen in (restart, fall_silent, forget):
-        bench.worker.mangle = once(moving_at(bench, 4), then=list)
-        bench.other.is_held = True
-        bench.other.heard.clear()
-        async with asyncio.TaskGroup() as group:
-            asking = group.create_task(told(bench))
-            await bench.other.heard.wait(StartInference)
-            await happen()
-        assert asking.result()[0] == ANSWER, happen.__name__
-    bench.other.is_mute = False
+        for happen in (restart, fall_silent, forget):
+            bench.worker.mangle = once(moving_at(bench, 4), then=list)
+            bench.other.is_held = True
+            bench.other.heard.clear()
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(told(bench))
+                await bench.other.heard.wait(StartInference)
+                await happen()
+            assert asking.result()[0] == ANSWER, happen.__name__
 
 
 async def test_nobody_else_is_sent_to_a_destination_before_the_scheduler_says_so(bench: Bench) -> None:
@@ -419,13 +422,14 @@ async def test_a_request_that_needs_an_instance_again_says_since_when(bench: Ben
         await begun(bench)
         await asyncio.sleep(0.5)
         bench.worker.forgets_requests = True
+        lost_s = time.monotonic()
         await bench.scheduler.remove_route(ROUTE)
         (place,) = await bench.scheduler.heard.wait(PlaceModel)
+        assert place.waited_s <= time.monotonic() - lost_s
         beat = await a_heartbeat(bench, lambda beat: beat.waiting_requests == 1)
+        assert beat.oldest_wait_s <= time.monotonic() - lost_s
         await bench.scheduler.add_route(OTHER)
     assert asking.result()[0] == ANSWER
-    assert place.waited_s < 0.3
-    assert beat.oldest_wait_s < 2.0
     assert not beat.active
 
 

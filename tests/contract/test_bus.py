@@ -252,7 +252,7 @@ async def test_a_request_without_an_answer_in_time_is_unavailable(make_bus: Make
     with pytest.raises(Unavailable, match=r"no answer in 0\.05 s"):
         await bus.request("ask", CancelLoad(task_id="t"), timeout_s=0.05)
 
-    assert ear.heard == ["t"]
+    assert await ear.until(1) == ["t"]
 
 
 async def test_reply_to_nobody_is_nothing(make_bus: MakeBus) -> None:

@@ -48,7 +48,8 @@ from services.scheduler.service import SchedulerService
 from tests.unit.scheduler.toy_peers import GB
 from tests.unit.scheduler.toys import a_model_record
 
-WAIT_S_MAX = 5.0
+# Anything that is awaited here takes milliseconds, or a lease; only a hang takes this long.
+WAIT_S_MAX = 30.0
 
 
 class Peer:
@@ -270,13 +271,12 @@ async def test_one_of_three_leads_and_another_follows_when_it_stops(bench: Bench
         epochs.append(heartbeat.epoch)
         assert isinstance(await bench.peer.ask_again(GetModels()), GetModelsReply)
         stops[leader].set()
-        stopped_s = time.monotonic()
         await serving[leader]
+        assert bench.data.leader != f"s{leader}", "the lease was released"
         bench.peer.forget()
         left.remove(leader)
         if left:
             await settled(lambda: any(services[n].is_leader for n in left))
-            assert time.monotonic() - stopped_s < LEASE_S, "the lease was released"
     assert epochs == sorted(set(epochs))
 
 
@@ -340,13 +340,13 @@ async def test_a_store_that_went_back_in_time_is_corrected_by_the_leader_that_li
 async def test_a_standby_takes_over_an_emptied_store_when_no_leader_comes_back(bench: Bench) -> None:
     other = SchedulerService(SchedulerConfig(scheduler_id="s1"), bus=bench.hub.bus(name="s1"), store=bench.store())
     stop = asyncio.Event()
-    bench.data.leader, bench.data.lease_until_s = "s0", time.monotonic() + 60.0
+    bench.data.leader, bench.data.lease_until_s = "s0", time.monotonic() + 2 * WAIT_S_MAX
     standby = asyncio.create_task(serve(other, stop))
     await settled(lambda: other.readiness() is None)
     bench.data.lose()
     lost_s = time.monotonic()
     await bench.peer.hear(SchedulerHeartbeat)
-    assert EMPTIED_GRACE_S <= time.monotonic() - lost_s < 5.0
+    assert time.monotonic() - lost_s >= EMPTIED_GRACE_S
     stop.set()
     await standby
 

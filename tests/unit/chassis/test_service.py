@@ -32,7 +32,8 @@ class Recorded:
         self.started = asyncio.Event()
         self.not_ready: str | None = None
         self.work = self._run
-        self.drains_in_s = 0.0
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.start_blocks = False
 
     async def start(self, group: asyncio.TaskGroup) -> None:
@@ -45,7 +46,7 @@ class Recorded:
 
     async def drain(self) -> None:
         self.told.append("drain")
-        await asyncio.sleep(self.drains_in_s)
+        await self.may_end.wait()
         self.told.append("drained")
 
     async def close(self) -> None:
@@ -87,7 +88,7 @@ async def test_a_service_is_drained_then_its_loops_end_then_it_is_closed() -> No
 
 async def test_a_drain_that_takes_too_long_is_cut_off() -> None:
     service = Recorded()
-    service.drains_in_s = PATIENCE_S * 2
+    service.may_end.clear()
     with capture_logs() as logs:
         async with serving(service, drain_s_max=0.05) as stop:
             stop.set()
@@ -158,13 +159,14 @@ async def test_readiness_is_red_while_starting_and_while_draining() -> None:
     assert (starting.status_code, starting.text, alive.status_code) == (503, "the service is starting\n", 200)
 
     service, port = Recorded(), free_port()
-    service.drains_in_s = PATIENCE_S * 2
-    async with serving(service, metrics_port=port, drain_s_max=0.5) as stop, client_of(port) as client:
+    service.may_end.clear()
+    async with serving(service, metrics_port=port) as stop, client_of(port) as client:
         stop.set()
         async with asyncio.timeout(PATIENCE_S):
             while "drain" not in service.told:  # noqa: ASYNC110  the service tells nobody else
                 await asyncio.sleep(0.001)
         draining = await client.get("/readyz")
+        service.may_end.set()
     assert (draining.status_code, draining.text) == (503, "the service is stopping\n")
 
 

@@ -218,12 +218,12 @@ async def test_what_is_kept_for_a_dead_migration_goes_away_by_itself(
 ) -> None:
     """X3: nobody tells the destination."""
     monkeypatch.setattr(service, "WATCH_S", 0.005)
-    monkeypatch.setattr(resumptions, "RESUMPTION_KEEP_S", 0.05)
     engine, destination = SteppedEngine(), ForgettingEngine()
     async with a_pair(lender, model, engine, destination) as pair:
         await begin(pair, engine, long_request(), 3)
         await pair.migrate()
         await pair.round_completed()
+        monkeypatch.setattr(resumptions, "RESUMPTION_KEEP_S", 0.05)
         await asyncio.to_thread(destination.wait_for_forgotten)
         assert destination._computed == {}
 

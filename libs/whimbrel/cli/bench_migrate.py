@@ -3,8 +3,9 @@ stream goes on.
 
 Two servers with one slot each and the small demo model. A long answer streams; at a random token it is moved to the
 other server, or its worker is killed. The pause is the longest gap between two pieces of text from then until the
-routers have switched, over the usual gap of the same answer. Bytes are those of all token lists that crossed the bus for the move, as the bus carried
-them, over the tokens of the request at that time. Each answer is held against the same one undisturbed.
+routers have switched, over the usual gap of the same answer. Bytes are those of all token lists that crossed the bus
+for the move, as the bus carried them, over the tokens of the request at that time. Each answer is held against the
+same one undisturbed.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.support.cluster import Cluster, running_cluster, wait_until, whimbrel
 from tests.support.object_store import BUCKET, ObjectStore
 
 MODELS = ("alpha", "beta", "team/gamma")
-BACK_S_MAX = 15.0
+BACK_S_MAX = 60.0
 
 
 @pytest.fixture(scope="module")

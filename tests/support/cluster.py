@@ -83,7 +83,7 @@ class Cluster:
         )
 
 
-def wait_until(condition: Any, otherwise: str, seconds: float = 30.0) -> None:
+def wait_until(condition: Any, otherwise: str, seconds: float = 60.0) -> None:
     """Poll a condition of another process; fails with `otherwise` when it does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

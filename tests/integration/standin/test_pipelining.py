@@ -23,15 +23,15 @@ from tests.unit.storage_agent.harness import CHUNK_BYTES, a_config, an_agent, pu
 
 CHUNKS = 72
 COPY_S = int(os.environ.get("STANDIN_COPY_US", "0")) / 1e6
-# Ready within so much of the slowest tier alone.
-RATIO_MAX = 1.15
+# Ready within so much of the slowest tier alone: any two of them one after the other take half as long again.
+RATIO_MAX = 1.3
 # Whatever else the machine does makes a load slower, never faster: the best of so many says what loading can do.
 TRIES_MAX = 4
 
 
 @pytest.mark.parametrize(
     ("remote_s", "store_s"),
-    [(2.2, 0.8), (0.9, 0.8), (0.9, 1.8)],
+    [(2.2, 1.2), (0.9, 0.8), (0.9, 2.4)],
     ids=["the network is slowest", "the GPU is slowest", "the SSD is slowest"],
 )
 async def test_the_slowest_tier_alone_sets_the_pace(

@@ -44,7 +44,7 @@ SLOTS = 2
 SETTLED_AFTER_S = 0.4
 FLIGHTS_MAX = 8
 # Every load ends in this time once nobody holds anything.
-ENDS_S_MAX = 10.0
+ENDS_S_MAX = 30.0
 # No file may grow past this while the disk is full: journals and leases fit, weights do not.
 FULL_FILE_BYTES = 24 * 1024
 

@@ -53,7 +53,7 @@ from tests.support.checkpoints import make_checkpoint
 SERVER = "server-0"
 CHUNK_BYTES = 64 * 1024
 # Anything that is awaited here takes milliseconds; only a hang takes this long.
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 M = TypeVar("M", bound=Message)
 

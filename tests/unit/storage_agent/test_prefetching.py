@@ -226,7 +226,7 @@ async def test_loads_and_prefetches_are_listed_with_what_is_left_of_them(home: P
         (running, *_) = (await ask(agent, GetLoads(), GetLoadsReply)).loads
         assert running.done_bytes == 10 * CHUNK_BYTES
         left = (running.total_bytes - running.done_bytes) / running.done_bytes
-        assert running.remaining_s == pytest.approx(left * running.running_s, rel=0.05), "by its own speed"
+        assert running.remaining_s == pytest.approx(left * running.running_s), "by its own speed"
         gate.open_gate()
         await agent.end_of(load)
         assert (await end_of(agent, queued)).error is None
@@ -250,7 +250,7 @@ async def test_storage_is_measured_on_request_in_a_turn_of_its_own(home: Path) -
             assert not measuring.done()
         reply = await measuring
         assert (reply.server_id, reply.ssd_directory) == (SERVER, str(config.ssd_dir))
-        assert min(reply.ssd_direct_bytes_per_s, reply.ssd_buffered_bytes_per_s) > 1e6
+        assert min(reply.ssd_direct_bytes_per_s, reply.ssd_buffered_bytes_per_s) > 0
         assert reply.pool_size_bytes == config.pool_bytes
         assert all(warning.endswith(".") for warning in reply.warnings)
         agent.check()

@@ -31,9 +31,10 @@ down: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-# The simulation at night's length, over seeds of its own: about eight hours. SEED, SEEDS and STEPS choose others.
+# The simulation, and the search of all interleavings of a migration, at night's length, over seeds of their own: about eight
+# hours, and 8 GB. SEED, SEEDS, STEPS and FAULTS choose others.
 nightly-simulation: $(STAMP)
-	STEPS=$${STEPS:-5000000} SEEDS=$${SEEDS:-1000} SEED=$${SEED:-$$RANDOM} $(BIN)/python -m pytest -q tests/simulation
+	FAULTS=$${FAULTS:-2} STEPS=$${STEPS:-5000000} SEEDS=$${SEEDS:-1000} SEED=$${SEED:-$$RANDOM} $(BIN)/python -m pytest -q tests/simulation
 
 check: $(STAMP)
 	$(BIN)/ruff check .

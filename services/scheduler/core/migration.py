@@ -38,7 +38,7 @@ class MigrationEvent(StrEnum):
     RESUME_FAILED = "resume_failed"
     NOT_CONVERGING = "not_converging"  # the gap does not shrink, and handing it over would pause clients for too long
     DEADLINE_EXCEEDED = "deadline_exceeded"  # no progress for too long
-    CANCELLED = "cancelled"  # nobody wants it any more
+    CANCELLED = "cancelled"  # nobody wants it any more, or its source is to go anyway
     LEADER_CHANGED = "leader_changed"
 
 
@@ -112,6 +112,8 @@ class Migration:
     sent_s: float = -inf
     asked_round: int = 1
     is_stopping: bool = False
+    #: Somebody's slots are kept until the source has gone. A scheduler that found the migration knows of nobody.
+    is_awaited: bool = False
     #: Requests that asked for another place in the handover: the destination did not take them.
     requeued: int = 0
     #: What computing all tokens again is estimated to take.

@@ -39,8 +39,9 @@ def finish(step: Step, migration: Migration) -> None:
         destination.stays_until_s = step.now + min(step.settings.fair_wait_s, MOVE_AGAIN_S)
 
 
-def abandon(step: Step, migration: Migration, cause: str) -> None:
-    """→ ABANDONED. The source carries on as if nothing had been; the destination is kept if somebody needs it."""
+def abandon(step: Step, migration: Migration, cause: str, *, is_failure: bool) -> None:
+    """→ ABANDONED. The source carries on as if nothing had been; the destination is kept if somebody needs it. After a
+    failure, the source is left alone for a while."""
     record, cluster = migration.record, step.cluster
     words.tell(step, migration, MigrationAbandoned, cause=cause)
     _end(step, migration, cause)
@@ -48,8 +49,9 @@ def abandon(step: Step, migration: Migration, cause: str) -> None:
     source = cluster.instances.get(record.source_instance_id)
     if source is not None:
         step.send(words.worker_of(source), words.abandon(step, record.migration_id))
-        source.moves_failed += 1
-        source.stays_until_s = step.now + MOVE_AGAIN_S
+        if is_failure:
+            source.moves_failed += 1
+            source.stays_until_s = step.now + MOVE_AGAIN_S
         _reopen_source(step, source)
     _release_target(step, record)
     destination = cluster.instances.get(record.destination_instance_id)

@@ -60,6 +60,7 @@ def start(step: Step, move: Move, reasons: Reasons, *, reason: str, for_model_id
         started_s=step.now,
         progress_s=step.now,
         resume_s=move.resume_s,
+        is_awaited=for_model_id in cluster.reservations,
     )
     record = migration.record
     cluster.migrations[record.migration_id] = migration
@@ -121,7 +122,7 @@ def take(step: Step, migration: Migration, event: MigrationEvent, *, cause: str)
         case MigrationState.FINISHED:
             migration_ends.finish(step, migration)
         case MigrationState.ABANDONED:
-            migration_ends.abandon(step, migration, cause)
+            migration_ends.abandon(step, migration, cause, is_failure=event is not MigrationEvent.CANCELLED)
         case MigrationState.REQUEUED:
             migration_ends.requeue(step, migration, cause)
         case _:
@@ -179,7 +180,7 @@ def _what_happened(step: Step, migration: Migration) -> MigrationEvent | None:
         return MigrationEvent.SOURCE_LOST
     if is_destination_lost:
         return MigrationEvent.DESTINATION_LOST
-    if source.state is not InstanceState.READY:
+    if source.state is not InstanceState.READY or _is_useless_now(step, migration):
         return MigrationEvent.CANCELLED
     if state is MigrationState.PREPARING:
         # Later on it is the source that says so: requests that leave it may be those that have moved.
@@ -188,6 +189,14 @@ def _what_happened(step: Step, migration: Migration) -> MigrationEvent | None:
         is_ready = destination is not None and destination.state is InstanceState.READY
         return MigrationEvent.DESTINATION_READY if is_ready else None
     return MigrationEvent.DEADLINE_EXCEEDED if _is_stalled(step, migration) else None
+
+
+def _is_useless_now(step: Step, migration: Migration) -> bool:
+    """Whether those whom it was begun for have left, or are served elsewhere. Once the source was told to stop, it may
+    have done so."""
+    reservation = step.cluster.reservations.get(migration.record.for_model_id)
+    is_awaited = reservation is not None and migration.record.source_instance_id in reservation.waiting_for
+    return migration.is_awaited and not is_awaited and not migration.is_stopping
 
 
 def _is_expected(step: Step, migration: Migration) -> bool:

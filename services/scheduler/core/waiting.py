@@ -212,6 +212,8 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
     if policy == "random":
         task = msgspec.structs.replace(task, draw=cluster.draw(model.model_id))
     decision = POLICIES[policy](cluster.snapshot(step.now), task, step.now)
+    if reservation is not None and reservation.is_move and not _is_better(step, decision, reservation):
+        return False
     cluster.keep(model.model_id, KeptDecision(decision=decision, decided_s=step.now, policy=policy))
     step.decide(decision)
     if not model.waiters and not isinstance(decision, Placement):
@@ -222,8 +224,6 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
         fail_waiters(step, model, error_reply(error))
     if not isinstance(decision, Placement):
         return False
-    if reservation is not None and reservation.is_move and (decision.moves or decision.evict or decision.stopped):
-        return False
     if not all(migrations.can_start(step, move) for move in decision.moves):
         return False
     cluster.release(model.model_id)
@@ -232,6 +232,16 @@ def _place(step: Step, model: Model, policy: str = "") -> bool:
     else:
         lifecycle.start_load(step, model, decision)
     return True
+
+
+def _is_better(step: Step, decision: Decision, reservation: Reservation) -> bool:
+    """Whether a model whose slots are being emptied by moves should rather go where a slot is free now: when it starts
+    sooner there, or when the moves take longer than they were estimated to."""
+    if not isinstance(decision, Placement) or decision.moves or decision.evict or decision.stopped:
+        return False
+    assert reservation.placement is not None, "moves are made for a placement"
+    left_s = reservation.placement.cost_s - (step.now - reservation.since_s)
+    return left_s <= 0.0 or decision.cost_s < left_s
 
 
 def _make_room(step: Step, model: Model, placement: Placement) -> None:
@@ -247,6 +257,7 @@ def _make_room(step: Step, model: Model, placement: Placement) -> None:
             waiting_for={*evicted_here, *moved, *placement.stopped},
             is_drain=False,
             is_move=bool(placement.moves or placement.stopped),
+            since_s=step.now,
             placement=placement,
         )
     )

@@ -28,6 +28,7 @@ from whimbrel.wire.records import InstanceState
 
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.migration_stories import RUN_S, asks_for_b, event, figure_3, in_the_end, migrations, told
+from tests.unit.scheduler.toy_peers import GB
 from tests.unit.scheduler.toys import ToyCluster
 
 
@@ -267,4 +268,38 @@ def test_every_instance_state_is_as_expected_after_a_move() -> None:
     assert {record.state for record in cluster.instances()} == {InstanceState.READY}
     cluster.run(Settings().keep_alive_s + 10.0)
     assert cluster.instances() == []
+    in_the_end(cluster)
+
+
+@pytest.mark.parametrize("state", [MigrationState.PREPARING, MigrationState.RESUMING])
+def test_a_move_whose_reason_has_left_is_cancelled_and_its_source_may_be_moved_again_at_once(
+    state: MigrationState,
+) -> None:
+    """Clients of the source see a pause for somebody's sake, or none."""
+    cluster, running = figure_3()
+    gone = asks_for_b(cluster, state)
+    gone.cancel()
+    cluster.run(0.5)
+    assert told(cluster)[-1] == "abandoned"
+    assert event(cluster, MigrationAbandoned).cause == "cancelled"
+    assert running.switched == 0
+    later = cluster.router.request("q3", "b")
+    cluster.run_until(lambda: later.is_done, 10.0)
+    assert running.switched == 1
+    in_the_end(cluster)
+
+
+@pytest.mark.parametrize("tier", [Tier.REMOTE, Tier.DRAM])
+def test_while_a_slot_is_emptied_by_a_move_a_free_one_is_taken_only_if_the_model_starts_sooner_there(
+    tier: Tier,
+) -> None:
+    """C2: the cheapest server, also when things have changed since."""
+    cluster, running = figure_3()
+    waiting = asks_for_b(cluster, MigrationState.PREPARING)
+    cluster.start_agent("s2", tiers={("b", "digest-of-b"): (tier, GB // 4)} if tier is Tier.DRAM else {})
+    cluster.start_worker("s2", 0)
+    cluster.run_until(lambda: waiting.is_done, 15.0)
+    (of_b,) = [record for record in cluster.instances() if record.model_id == "b"]
+    assert of_b.server_id == ("s2" if tier is Tier.DRAM else "s1")
+    assert running.switched == (0 if tier is Tier.DRAM else 1)
     in_the_end(cluster)

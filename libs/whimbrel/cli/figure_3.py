@@ -11,10 +11,12 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from whimbrel.cli.cluster import MIB, ClusterOptions
+from whimbrel.cli.cluster import MIB, ClusterOptions, LocalCluster
 from whimbrel.cli.watching import Seen, watch
 from whimbrel.client import AdminClient
 
+#: The four timelines of the figure.
+POLICIES = ("availability", "locality", "preemption", "migration")
 MODEL_A, MODEL_B = "smollm2-135m", "random-360m"
 QUESTION_A = "Tell me a long story about a bird that flies over the sea."
 QUESTION_B = "What is a whimbrel?"
@@ -49,6 +51,14 @@ def options(directory: Path, policy: str) -> ClusterOptions:
         "WB_DTYPE": "float32",
     }
     return ClusterOptions(directory=directory, servers=2, slots=1, port=0, pool_bytes=POOL_BYTES, environ=environ)
+
+
+async def play_with(policy: str, directory: Path, models: Path) -> Played:
+    """The puzzle on a cluster of its own that decides by this policy."""
+    async with LocalCluster(options(directory, policy)) as cluster, AdminClient(cluster.url) as client:
+        await deploy(client, models)
+        await set_up(client)
+        return await play(client)
 
 
 async def deploy(client: AdminClient, models: Path) -> None:

@@ -166,6 +166,28 @@ def test_logprobs_of_a_real_model_are_those_of_its_reference_whatever_the_sampli
         assert [logprob for _, logprob in said.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
 
 
+def test_a_real_model_that_goes_on_elsewhere_has_the_logprobs_of_the_undisturbed_run(
+    lender: Lender, tiny_models: Models
+) -> None:
+    """D8: up to the last bits, in which prefill and decode differ."""
+    with loaded(an_engine(), lender, tiny_models["llama"]) as engine:
+
+        def rest(output: tuple[int, ...]) -> tuple[list[int], list[TokenLogprob]]:
+            sequence = asked(output, sampling=NO_END, top_logprobs=3)
+            while not sequence.is_finished:
+                sequence.advance(*_step(engine, sequence))
+            engine.forget(sequence.request_id)
+            return list(sequence.output), records_of(sequence.entry(len(output)), 3)
+
+        output, undisturbed = rest(())
+        for position in range(1, len(output)):
+            again, logprobs = rest(tuple(output[:position]))
+            assert again == output
+            for said, expected in zip(logprobs, undisturbed[position:], strict=True):
+                assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)
+                assert [token for token, _ in said.top] == [token for token, _ in expected.top]
+
+
 def an_echo() -> EchoEngine:
     engine = EchoEngine(EchoCosts())
     engine.prepare(b'{"vocab_size": 9}')

@@ -148,6 +148,21 @@ async def test_a_choice_that_ends_early_is_over_before_the_others(bench: Bench) 
     assert first.duration_s < 0.25 < second.duration_s <= took_s
 
 
+async def test_a_choice_has_no_cold_start_while_another_has_its_turn(make_bench: MakeBench) -> None:
+    """A worker computes one after the other: the second may wait longer for the first than for any load."""
+    async with make_bench(cold_start_s_max=0.6) as bench:
+        await bench.scheduler.add_route(ROUTE)
+        bench.worker.is_held = True
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(bench.post(n=2))
+            first, second = await bench.worker.heard.wait(StartInference, 2)
+            for frame in bench.worker.frames(first, 0):
+                await bench.worker.send(first, frame.entries[0])
+                await asyncio.sleep(0.1)
+            await bench.worker.say(second, 0)
+        assert [choice["message"]["content"] for choice in asking.result().json()["choices"]] == [ANSWER] * 2
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_client_that_leaves_ends_all_choices(bench: Bench, *, stream: bool) -> None:
     await bench.scheduler.add_route(ROUTE)

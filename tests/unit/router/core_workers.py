@@ -1,24 +1,18 @@
-"""A router and two workers in one process, all of their real cores between them, and an accident when one is planned.
+"""A worker of real cores, without threads and without waiting, that has an accident when one is planned.
 
-The router is that of its service: endpoint, choices, streams, dispatch. A worker is the real cores of its service
-(requests, sequences, rounds, resumptions, sampling, log probabilities) around the echo's logits, driven as its shell
-drives them, without threads and without waiting. In between is the in-memory bus with the real messages.
+The cores are those of its service (requests, sequences, rounds, resumptions, sampling, log probabilities) around the
+echo's logits, driven as its shell drives them, on a bus in memory with the real messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
-from types import SimpleNamespace
 
-import msgspec
 from whimbrel.chassis.bus import Received
 from whimbrel.chassis.delivery import Handler
-from whimbrel.chassis.memory_bus import InMemoryBus, InMemoryHub
+from whimbrel.chassis.memory_bus import InMemoryBus
 from whimbrel.wire.errors import InstanceGone
 from whimbrel.wire.messages import (
     AbortInference,
@@ -29,9 +23,7 @@ from whimbrel.wire.messages import (
     ResendTokens,
     ResumeInference,
     Route,
-    Stages,
     StartInference,
-    Tier,
     TokenEntry,
     TokenFrame,
     WorkerHeartbeat,
@@ -46,17 +38,9 @@ from services.gpu_worker.core.sampling import choose_token
 from services.gpu_worker.core.sequence import Sequence, check_request
 from services.gpu_worker.engines.echo_engine import made_up_logits
 from services.gpu_worker.engines.engine import Decoded
-from services.router.config import RouterConfig
-from services.router.core.requests import Limits
-from services.router.dispatch import Dispatch
-from services.router.inference import Inference
-from services.router.texts import ModelText
-from tests.unit.router.peers import a_route
 
 CONTEXT_TOKENS = 512
 REPEATED_TOKENS = 3
-LIMITS = Limits(cold_start_s=30.0, idle_s=30.0, unanswered_s=30.0, stalled_s=30.0)
-ROUTES = (a_route("tiny"), a_route("tiny", "instance-2", slot=1))
 
 
 class Accident(Enum):
@@ -248,75 +232,3 @@ class CoreWorker:
     async def _say(self, router_id: str, entry: TokenEntry) -> None:
         frame = TokenFrame(server_id=self.route.server_id, slot=self.route.slot, entries=(entry,))
         await self.bus.publish(self.bus.subjects.tokens(router_id), frame)
-
-
-class Pair:
-    """The router between its clients and two workers; requests begin at the first."""
-
-    def __init__(self, dispatch: Dispatch, workers: tuple[CoreWorker, CoreWorker], text: ModelText) -> None:
-        self._dispatch = dispatch
-        self._workers = workers
-
-        async def known(_model_id: str) -> ModelText:
-            return text
-
-        catalogue = SimpleNamespace(text=known)
-        self._endpoints = {
-            is_chat: Inference(dispatch, catalogue, LIMITS, is_chat=is_chat)  # type: ignore[arg-type]
-            for is_chat in (False, True)
-        }
-
-    async def ask(self, body: dict[str, object], plan: Plan) -> str:
-        """The whole body of the answer, which is no error before it begins."""
-        self._set_out(plan)
-        sent: list[bytes] = []
-        body_data = msgspec.json.encode(body)
-        arriving = iter([{"type": "http.request", "body": body_data, "more_body": False}])
-
-        async def receive() -> dict[str, object]:
-            for message in arriving:
-                return message
-            return await asyncio.Future()
-
-        async def send(message: dict[str, object]) -> None:
-            if message["type"] == "http.response.body":
-                assert isinstance(message["body"], bytes)
-                sent.append(message["body"])
-
-        async with asyncio.timeout(20):
-            await self._endpoints["messages" in body]({"type": "http", "headers": []}, receive, send)  # type: ignore[arg-type]
-        beat = self._dispatch.heartbeat()
-        assert (beat.active, beat.waiting_requests) == ((), 0), "nothing of it is left"
-        return b"".join(sent).decode()
-
-    def _set_out(self, plan: Plan) -> None:
-        for worker in self._workers:
-            worker.begin(plan)
-            self._dispatch.routes.remove(worker.route.instance_id)
-        for worker in self._workers[: 2 if plan.accident is Accident.KILL else 1]:
-            self._dispatch.learn_route(worker.route, Stages(tier=Tier.GPU))
-
-
-@asynccontextmanager
-async def a_pair(text: ModelText, cache_dir: Path) -> AsyncIterator[Pair]:
-    hub = InMemoryHub()
-    bus = hub.bus(name="router")
-    async with asyncio.TaskGroup() as group:
-        config = RouterConfig(repository_url="file:///none", cache_dir=cache_dir)
-        dispatch = Dispatch(bus, config, 1, group.create_task)
-        await bus.subscribe(bus.subjects.tokens(config.router_id), dispatch.on_frame)
-        workers = [
-            CoreWorker(hub.bus(name="worker"), route, text.settings.vocabulary_tokens, dispatch.on_worker_heartbeat)
-            for route in ROUTES
-        ]
-        workers[0].other, workers[1].other = workers[1], workers[0]
-        running = [group.create_task(dispatch.notes.run())]
-        for worker in workers:
-            await worker.start()
-            running.append(group.create_task(worker.run()))
-            await worker.beat()
-        yield Pair(dispatch, (workers[0], workers[1]), text)
-        for task in running:
-            task.cancel()
-        for one in (bus, *(worker.bus for worker in workers)):
-            await one.drain()

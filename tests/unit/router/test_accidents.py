@@ -1,27 +1,41 @@
 """An answer is the same whatever happens to its workers: text, log probabilities, finish reasons and usage.
 
-Fifty random requests run undisturbed, and then again with a move, and with a kill, at every step; frames are lost and
-repeated on the way. A failure names its seed, and
-ACCIDENTS_SEED runs it again.
+Between the client and the made-up logits all is real but the transport and the threads: endpoint, choices, streams and
+dispatch of the router, and the cores of two workers. Fifty random requests run undisturbed, and then again with a move,
+and with a kill, at every step; frames are lost and repeated on the way. A failure names its seed, and ACCIDENTS_SEED
+runs it again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 from tokenizers import Tokenizer
+from whimbrel.chassis.memory_bus import InMemoryHub
+from whimbrel.wire.messages import Stages, Tier
 
-from services.router.texts import load_text
-from tests.unit.router.core_workers import Accident, Pair, Plan, a_pair
+from services.router.config import RouterConfig
+from services.router.core.requests import Limits
+from services.router.dispatch import Dispatch
+from services.router.inference import Inference
+from services.router.texts import ModelText, load_text
+from tests.unit.router.core_workers import Accident, CoreWorker, Plan
 from tests.unit.router.model_files import write_model
+from tests.unit.router.peers import a_route
 
+LIMITS = Limits(cold_start_s=30.0, idle_s=30.0, unanswered_s=30.0, stalled_s=30.0)
+ROUTES = (a_route("tiny"), a_route("tiny", "instance-2", slot=1))
 REQUESTS = 50
 WORDS = ["Paris", " is", " the", "日本", "😀", " é", "👩‍👧", "l, ", ".", "テキスト", "\n", "ß"]
 
@@ -84,6 +98,78 @@ def _logprobs_of(parts: list[dict[str, dict[str, list[object] | None] | None]]) 
         for name, values in (part["logprobs"] or {}).items():
             joined.setdefault(name, []).extend(values or [])
     return {name: values for name, values in joined.items() if values}
+
+
+class Pair:
+    """The router between its clients and two workers; requests begin at the first."""
+
+    def __init__(self, dispatch: Dispatch, workers: tuple[CoreWorker, CoreWorker], text: ModelText) -> None:
+        self._dispatch = dispatch
+        self._workers = workers
+
+        async def known(_model_id: str) -> ModelText:
+            return text
+
+        catalogue = SimpleNamespace(text=known)
+        self._endpoints = {
+            is_chat: Inference(dispatch, catalogue, LIMITS, is_chat=is_chat)  # type: ignore[arg-type]
+            for is_chat in (False, True)
+        }
+
+    async def ask(self, body: dict[str, object], plan: Plan) -> str:
+        """The whole body of the answer, which is no error before it begins."""
+        self._set_out(plan)
+        sent: list[bytes] = []
+        body_data = msgspec.json.encode(body)
+        arriving = iter([{"type": "http.request", "body": body_data, "more_body": False}])
+
+        async def receive() -> dict[str, object]:
+            for message in arriving:
+                return message
+            return await asyncio.Future()
+
+        async def send(message: dict[str, object]) -> None:
+            if message["type"] == "http.response.body":
+                assert isinstance(message["body"], bytes)
+                sent.append(message["body"])
+
+        async with asyncio.timeout(20):
+            await self._endpoints["messages" in body]({"type": "http", "headers": []}, receive, send)  # type: ignore[arg-type]
+        beat = self._dispatch.heartbeat()
+        assert (beat.active, beat.waiting_requests) == ((), 0), "nothing of it is left"
+        return b"".join(sent).decode()
+
+    def _set_out(self, plan: Plan) -> None:
+        for worker in self._workers:
+            worker.begin(plan)
+            self._dispatch.routes.remove(worker.route.instance_id)
+        for worker in self._workers[: 2 if plan.accident is Accident.KILL else 1]:
+            self._dispatch.learn_route(worker.route, Stages(tier=Tier.GPU))
+
+
+@asynccontextmanager
+async def a_pair(text: ModelText, cache_dir: Path) -> AsyncIterator[Pair]:
+    hub = InMemoryHub()
+    bus = hub.bus(name="router")
+    async with asyncio.TaskGroup() as group:
+        config = RouterConfig(repository_url="file:///none", cache_dir=cache_dir)
+        dispatch = Dispatch(bus, config, 1, group.create_task)
+        await bus.subscribe(bus.subjects.tokens(config.router_id), dispatch.on_frame)
+        workers = [
+            CoreWorker(hub.bus(name="worker"), route, text.settings.vocabulary_tokens, dispatch.on_worker_heartbeat)
+            for route in ROUTES
+        ]
+        workers[0].other, workers[1].other = workers[1], workers[0]
+        running = [group.create_task(dispatch.notes.run())]
+        for worker in workers:
+            await worker.start()
+            running.append(group.create_task(worker.run()))
+            await worker.beat()
+        yield Pair(dispatch, (workers[0], workers[1]), text)
+        for task in running:
+            task.cancel()
+        for one in (bus, *(worker.bus for worker in workers)):
+            await one.drain()
 
 
 async def run(pair: Pair, body: dict[str, object], plan: Plan) -> dict[str, object]:

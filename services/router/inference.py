@@ -201,8 +201,8 @@ class _Sending:
         parts = []
         if self._answer.is_usage_included:
             parts.append(_event(self._answer.usage_chunk(self._choices.usage)))
-        if self._choices.begun is not None:
-            parts.append(_comment(f"server-timing {self._choices.begun.times.header()}"))
+        assert self._choices.begun is not None
+        parts.append(_comment(f"server-timing {self._choices.begun.times.header()}"))
         return b"".join([*parts, b"data: [DONE]\n\n"])
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> Json:

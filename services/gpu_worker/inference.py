@@ -120,10 +120,16 @@ class Inference:
         await self._after_abort(self._requests.preempt(time.monotonic()))
 
     async def resend(self, message: ResendTokens) -> None:
-        """Say everything from a position on again. Raises InferenceLost, StaleEpoch, InvalidRequest."""
-        entry, router_id = self._requests.resend(message.request_id, message.epoch, message.position)
-        if entry is not None:
+        """Say everything from a position on again, in as many entries as it takes. Raises InferenceLost, StaleEpoch,
+        InvalidRequest."""
+        position, is_more = message.position, True
+        while is_more:
+            entry, router_id = self._requests.resend(message.request_id, message.epoch, position)
+            if entry is None:
+                return
             await self._publish(router_id, entry)
+            position = entry.position + len(entry.tokens) // 4
+            is_more = entry.finish_reason is None
 
     def expire(self) -> None:
         self._requests.expire(time.monotonic())
@@ -181,13 +187,13 @@ class Inference:
         if end is not None:
             await self._thread.run(self._engine.prefill, sequence, end)
             return None
-        token = await self._thread.run(self._engine.decode, sequence)
-        entry = sequence.advance(token, time.monotonic())
+        decoded = await self._thread.run(self._engine.decode, sequence)
+        entry = sequence.advance(decoded.token, time.monotonic(), decoded.logprobs)
         if entry is not None:
             model_id = sequence.request.model_id
             if entry.prefill_s is not None:
                 metrics.PREFILL_SECONDS.labels(model_id).observe(entry.prefill_s)
-            metrics.TOKENS.labels(model_id).inc(token is not None)
+            metrics.TOKENS.labels(model_id).inc(decoded.token is not None)
         return entry
 
     async def _end_turn(self, sequence: Sequence, last: TokenEntry | None) -> None:

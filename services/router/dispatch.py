@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -77,24 +77,27 @@ class Dispatch:
     # What streams use.
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Counts a request from its first byte to its end; raises QueueFull when there are too many."""
-        if self._admitted >= self._config.requests_max:
+    def admitted(self, requests: int = 1) -> Iterator[None]:
+        """Counts requests from the first byte to the end: all of them, or raises QueueFull when those are too many."""
+        if self._admitted + requests > self._config.requests_max:
             raise QueueFull(queue="the router", limit=self._config.requests_max)
-        self._admitted += 1
+        self._admitted += requests
         try:
             yield
         finally:
-            self._admitted -= 1
+            self._admitted -= requests
 
     def add(self, stream: Stream) -> None:
         assert stream.request.request_id not in self._streams
         self._streams[stream.request.request_id] = stream
 
-    async def remove(self, stream: Stream) -> None:
-        """The stream is over: forget it, and tell the world how it ended."""
-        del self._streams[stream.request.request_id]
-        await accounts.settle(stream, self._bus, self.speaker.router_id, time.monotonic())
+    async def remove(self, streams: Collection[Stream]) -> None:
+        """The streams are over: forget them all at once, and tell the world how they ended."""
+        for stream in streams:
+            del self._streams[stream.request.request_id]
+        now = time.monotonic()
+        for stream in streams:
+            await accounts.settle(stream, self._bus, self.speaker.router_id, now)
 
     def tell_switched(self, stream: Stream, switch: Switch, server_id: str) -> None:
         """The stream goes on at another instance."""

@@ -1,11 +1,13 @@
-"""Owns /v1/chat/completions and /v1/completions: from body to stream, and from stream to answer."""
+"""Owns /v1/chat/completions and /v1/completions: from body to choices, and from choices to answer."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import aclosing
 
 import msgspec
 import structlog
@@ -14,15 +16,16 @@ from whimbrel.wire.errors import ContextLengthExceeded, InternalError, InvalidRe
 from whimbrel.wire.ids import new_id
 
 from services.router.catalogue import Catalogue
-from services.router.core.openai import Answer, Usage
+from services.router.choices import Choices
+from services.router.core.logprobs import ShownToken, logprobs_body
+from services.router.core.openai import Answer, Choice, Json
 from services.router.core.params import InferenceParams, read_chat, read_completion
 from services.router.core.requests import Limits
 from services.router.core.sampling import SEED_MAX, resolve_sampling
 from services.router.dispatch import Dispatch
-from services.router.outputs import Begun, Item, Text, Waiting
+from services.router.outputs import Begun, Text, Waiting
 from services.router.replies import ClientLeft, Reply, read_body, unless_disconnected
 from services.router.specification import Specification
-from services.router.streams import Stream
 from services.router.texts import ModelText
 
 log = structlog.get_logger()
@@ -60,7 +63,6 @@ class Inference:
         params = self._read(body)
         text = await self._catalogue.text(params.model_id)
         specification = await self._specify(params, text, reply.request_id, arrived_at)
-        stream = Stream(specification, self._dispatch, self._limits)
         answer = Answer(
             answer_id=reply.request_id.replace("req", self._prefix, 1),
             created_s=int(time.time()),
@@ -68,14 +70,14 @@ class Inference:
             is_chat=params.is_chat,
             is_usage_included=params.is_usage_included,
         )
-        items = stream.items()
-        try:
+        # One is counted already.
+        with self._dispatch.admitted(params.choice_count - 1):
+            choices = Choices(specification, params.choice_count, self._dispatch, self._limits)
+            sending = _Sending(choices, specification, answer, reply)
             if params.is_stream:
-                await _send_stream(items, stream, answer, reply)
+                await sending.send_stream()
             else:
-                await _send_whole(items, stream, answer, reply)
-        finally:
-            await items.aclose()
+                await sending.send_whole()
 
     async def _specify(
         self, params: InferenceParams, text: ModelText, request_id: str, arrived_at: float
@@ -93,6 +95,7 @@ class Inference:
             stops=params.stops,
             arrived_at=arrived_at,
             may_fail_over=params.may_fail_over,
+            top_logprobs=params.top_logprobs,
         )
 
 
@@ -135,49 +138,79 @@ def _output_tokens_max(prompt_tokens: int, asked: int | None, context_tokens: in
     return wanted
 
 
-async def _send_whole(items: AsyncGenerator[Item, None], stream: Stream, answer: Answer, reply: Reply) -> None:
-    texts: list[str] = []
-    async for item in items:
-        if isinstance(item, Begun):
-            reply.tell(item)
-        elif isinstance(item, Text):
-            texts.append(item.text)
-    assert stream.output.finish_reason is not None
-    await reply.send_json(200, answer.whole("".join(texts), stream.output.finish_reason, _usage(stream)))
+class _Sending:
+    """From what the choices have to show to what the client gets."""
+
+    def __init__(self, choices: Choices, specification: Specification, answer: Answer, reply: Reply) -> None:
+        self._choices = choices
+        self._specification = specification
+        self._answer = answer
+        self._reply = reply
+
+    async def send_whole(self) -> None:
+        texts: defaultdict[int, list[Text]] = defaultdict(list)
+        async with aclosing(self._choices.items()) as items:
+            async for index, item in items:
+                if isinstance(item, Begun):
+                    self._tell_begun()
+                elif isinstance(item, Text):
+                    texts[index].append(item)
+        whole = [self._whole(texts[index]) for index in sorted(texts)]
+        await self._reply.send_json(200, self._answer.whole(whole, self._choices.usage))
+
+    async def send_stream(self) -> None:
+        async with aclosing(self._choices.items()) as items:
+            async for index, item in items:
+                match item:
+                    case Waiting(stage=stage, remaining_s=remaining_s):
+                        await self._reply.send_events(_comment(_waiting_sentence(stage, remaining_s)))
+                    case Begun():
+                        self._tell_begun()
+                        first = self._answer.first_chunk(index)
+                        if first is not None:
+                            await self._reply.send_events(_event(first))
+                    case Text():
+                        is_last = self._choices.is_over
+                        data = self._piece(index, item) + (self._ending() if is_last else b"")
+                        await self._reply.send_events(data, is_last=is_last)
+
+    def _tell_begun(self) -> None:
+        assert self._choices.begun is not None
+        self._reply.tell(self._choices.begun)
+
+    def _whole(self, texts: list[Text]) -> Choice:
+        finish_reason = texts[-1].finish_reason
+        assert finish_reason is not None
+        logprobs = None
+        if self._specification.top_logprobs is not None:
+            logprobs = self._logprobs([token for text in texts for token in text.tokens])
+        return Choice(text="".join(text.text for text in texts), finish_reason=finish_reason, logprobs=logprobs)
+
+    def _piece(self, index: int, text: Text) -> bytes:
+        """More of a choice, and why it ended when it did."""
+        parts = []
+        if text.text or text.tokens:
+            logprobs = self._logprobs(text.tokens) if text.tokens else None
+            parts.append(_event(self._answer.text_chunk(index, text.text, logprobs)))
+        if text.finish_reason is not None:
+            parts.append(_event(self._answer.last_chunk(index, text.finish_reason)))
+        return b"".join(parts)
+
+    def _ending(self) -> bytes:
+        """Usage when asked for, the stage times, and the end."""
+        parts = []
+        if self._answer.is_usage_included:
+            parts.append(_event(self._answer.usage_chunk(self._choices.usage)))
+        assert self._choices.begun is not None
+        parts.append(_comment(f"server-timing {self._choices.begun.times.header()}"))
+        return b"".join([*parts, b"data: [DONE]\n\n"])
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> Json:
+        bytes_of = self._specification.text.token_bytes.of
+        return logprobs_body(tokens, bytes_of, is_chat=self._answer.is_chat)
 
 
-async def _send_stream(items: AsyncGenerator[Item, None], stream: Stream, answer: Answer, reply: Reply) -> None:
-    async for item in items:
-        match item:
-            case Waiting(stage=stage, remaining_s=remaining_s):
-                await reply.send_events(_comment(_waiting_sentence(stage, remaining_s)))
-            case Begun():
-                reply.tell(item)
-                first = answer.first_chunk()
-                if first is not None:
-                    await reply.send_events(_event(first))
-            case Text(text=text, finish_reason=None):
-                await reply.send_events(_event(answer.text_chunk(text)))
-            case Text(text=text, finish_reason=finish_reason):
-                await reply.send_events(_ending(stream, answer, text, str(finish_reason)), is_last=True)
-
-
-def _ending(stream: Stream, answer: Answer, text: str, finish_reason: str) -> bytes:
-    """The last text, why it ended, usage when asked for, the stage times, and the end."""
-    parts = [_event(answer.text_chunk(text))] if text else []
-    parts.append(_event(answer.last_chunk(finish_reason)))
-    if answer.is_usage_included:
-        parts.append(_event(answer.usage_chunk(_usage(stream))))
-    if stream.output.begun is not None:
-        parts.append(_comment(f"server-timing {stream.output.begun.times.header()}"))
-    return b"".join([*parts, b"data: [DONE]\n\n"])
-
-
-def _usage(stream: Stream) -> Usage:
-    return Usage(prompt_tokens=len(stream.specification.tokens), output_tokens=stream.output.output_tokens)
-
-
-def _event(body: dict[str, object]) -> bytes:
+def _event(body: Json) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from whimbrel.wire.messages import TOP_LOGPROBS_MAX
 from whimbrel.wire.sources import GRAMMAR
 
-from services.router.core.params import HARMLESS, HONOURED
+from services.router.core.params import CHOICES_MAX, COMPLETION_LOGPROBS_MAX, HARMLESS, HONOURED
 from services.router.core.residency import TIERS
 from services.router.core.scalings import CONCURRENCY_MAX, INSTANCES_MAX, KEEP_ALIVE_S_MAX
 from services.router.core.statuses import STATUSES
@@ -63,6 +64,12 @@ _TYPES: dict[str, Json] = {
     "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
     "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 10},
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+    "n": {"type": "integer", "minimum": 1, "maximum": CHOICES_MAX},
+    "logprobs": {
+        "oneOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": COMPLETION_LOGPROBS_MAX}],
+        "description": "whether, for a chat; how many alternatives, for a completion",
+    },
+    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": TOP_LOGPROBS_MAX},
     "failover": {
         "type": "boolean",
         "default": True,
@@ -117,7 +124,9 @@ DOCUMENT: Json = {
             "post": _operation("Answer a conversation", body=_inference_body("messages", ("prompt",)))
         },
         "/v1/completions": {
-            "post": _operation("Continue a text", body=_inference_body("prompt", ("messages", "max_completion_tokens")))
+            "post": _operation(
+                "Continue a text", body=_inference_body("prompt", ("messages", "max_completion_tokens", "top_logprobs"))
+            )
         },
         "/v1/models": {"get": _operation("List the models that can be asked, warm and cold")},
         "/v1/models/{model}": {"get": _operation("Describe a model", parameter="model")},

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from whimbrel.wire.logprobs import unpack_logprob
+
+from services.router.core.logprobs import Alignment, ShownToken
 from services.router.core.progress import Progress
 from services.router.core.request_states import RequestState
 from services.router.core.requests import Request
@@ -35,9 +39,11 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """More of the output; with a finish reason ("stop" or "length") the last of it."""
+    """More of the output, with the tokens that begin in it if the client asked for their log probabilities; with a
+    finish reason ("stop" or "length") the last of it."""
 
     text: str
+    tokens: tuple[ShownToken, ...] = ()
     finish_reason: str | None = None
 
 
@@ -51,7 +57,13 @@ class Output:
     """
 
     def __init__(
-        self, decoder: TextStream, stops: tuple[str, ...], stop_tokens: tuple[int, ...], *, arrived_at: float
+        self,
+        decoder: TextStream,
+        stops: tuple[str, ...],
+        stop_tokens: tuple[int, ...],
+        *,
+        arrived_at: float,
+        has_logprobs: bool = False,
     ) -> None:
         self.begun: Begun | None = None
         self.finish_reason: str | None = None
@@ -59,6 +71,7 @@ class Output:
         self._decoder = decoder
         self._stops = StopMatcher(stops)
         self._stop_tokens = frozenset(stop_tokens)
+        self._alignment = Alignment() if has_logprobs else None
         self._arrived_at = arrived_at
         self._shown_at = arrived_at
         self._has_waited = False
@@ -80,23 +93,34 @@ class Output:
         is_held = not self._has_waited and self.begun is None
         return now - self._shown_at >= (HEADERS_HELD_S if is_held else SIGN_EVERY_S)
 
-    def take(self, tokens: list[int], finish_reason: str | None) -> Text | None:
+    def take(self, tokens: Sequence[int], finish_reason: str | None, logprobs: Sequence[bytes] = ()) -> Text | None:
         """What the tokens not looked at yet add; None when that is nothing and the output goes on.
 
-        `tokens` are all so far; `finish_reason` says that no more will come.
+        `tokens` are all so far, and `logprobs` their records if any; `finish_reason` says that no more will come.
         """
         pieces: list[str] = []
         while self.output_tokens < len(tokens) and not self.is_stopped:
             token = tokens[self.output_tokens]
             self.output_tokens += 1
-            if token not in self._stop_tokens:
-                pieces.append(self._stops.feed(self._decoder.step(token)))
+            text = "" if token in self._stop_tokens else self._decoder.step(token)
+            if self._alignment is not None:
+                self._alignment.decoded(text)
+            pieces.append(self._stops.feed(text))
         if finish_reason is not None and not self.is_stopped:
             pieces.append(self._stops.feed(self._decoder.flush()))
             pieces.append(self._stops.flush())
         self.finish_reason = "stop" if self.is_stopped else finish_reason
         text = "".join(pieces)
-        return Text(text=text, finish_reason=self.finish_reason) if text or self.finish_reason else None
+        if not text and self.finish_reason is None:
+            return None
+        return Text(text=text, tokens=self._shown(text, tokens, logprobs), finish_reason=self.finish_reason)
+
+    def _shown(self, text: str, tokens: Sequence[int], logprobs: Sequence[bytes]) -> tuple[ShownToken, ...]:
+        if self._alignment is None:
+            return ()
+        is_end = self.finish_reason is not None and not self.is_stopped
+        shown = self._alignment.show(text, is_end=is_end)
+        return tuple(ShownToken(tokens[n], offset, unpack_logprob(logprobs[n])) for n, offset in shown)
 
     def _next(self, request: Request, progress: Progress, now: float) -> Item | None:
         is_ended = request.state is RequestState.FINISHED
@@ -104,7 +128,8 @@ class Output:
             if self.begun is None:
                 self.begun = self._begin(request, progress, now)
                 return self.begun
-            text = self.take(progress.tokens, str(progress.finish_reason) if is_ended else None)
+            finish_reason = str(progress.finish_reason) if is_ended else None
+            text = self.take(progress.tokens, finish_reason, progress.logprobs)
             if text is not None:
                 return text
         if self.is_sign_due(now) and not request.is_over:

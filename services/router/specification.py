@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from msgspec import structs
 from whimbrel.wire.codec import pack_tokens
 from whimbrel.wire.messages import (
     InferenceFinished,
@@ -17,6 +18,7 @@ from whimbrel.wire.messages import (
 
 from services.router.core.progress import Progress
 from services.router.core.requests import Request
+from services.router.core.sampling import SEED_MAX
 from services.router.texts import ModelText
 
 
@@ -42,6 +44,15 @@ class Specification:
     stops: tuple[str, ...]
     arrived_at: float
     may_fail_over: bool = True
+    top_logprobs: int | None = None
+
+    def choice(self, index: int) -> Specification:
+        """One of several answers to it. The first is the only answer to a request that asks for one; each other has an
+        id and a seed of its own."""
+        if index == 0:
+            return self
+        sampling = structs.replace(self.sampling, seed=(self.sampling.seed + index) & SEED_MAX)
+        return replace(self, request_id=f"{self.request_id}-{index}", sampling=sampling)
 
     def place(self, speaker: Speaker, request: Request, now: float) -> PlaceModel:
         return PlaceModel(
@@ -68,6 +79,7 @@ class Specification:
             stop_tokens=self.text.settings.stop_tokens,
             sampling=self.sampling,
             base_tokens=base_tokens,
+            top_logprobs=self.top_logprobs,
         )
 
     def started(self, speaker: Speaker, route: Route) -> InferenceStarted:

@@ -1,14 +1,13 @@
-"""Owns one request's life in the shell: it places, starts, follows and leaves, and yields what the client is to see.
+"""Owns one request's life in the shell: it places, starts, follows and leaves, and has what the client is to see.
 
-`Stream.items()` is the client's task, and a client may read slowly. What happens elsewhere (frames, routes, the clock)
-calls the `on_…` methods: they change the state and let be said what follows at once, and wake that task.
+`Stream.next()` is for the client's task, and a client may read slowly. What happens elsewhere (frames, routes, the
+clock) calls the `on_…` methods: they change the state and let be said what follows at once, and wake that task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 import structlog
@@ -54,9 +53,9 @@ RESEND_GAP_S = 0.05
 
 
 class Stream:
-    """One request, from its acceptance to its end."""
+    """One request, from its acceptance to its end; `wake` is set when there may be something new to see."""
 
-    def __init__(self, specification: Specification, dispatch: Dispatch, limits: Limits) -> None:
+    def __init__(self, specification: Specification, dispatch: Dispatch, limits: Limits, wake: asyncio.Event) -> None:
         self.specification = specification
         self.request = Request(
             request_id=specification.request_id,
@@ -65,42 +64,48 @@ class Stream:
             now=specification.arrived_at,
             may_fail_over=specification.may_fail_over,
         )
-        self.progress = Progress(epoch=0, now=specification.arrived_at)
+        self.progress = Progress(epoch=0, now=specification.arrived_at, top_logprobs=specification.top_logprobs)
         text = specification.text
         # A completion continues its prompt in the middle of a text; an assistant's turn begins a new one.
         decoder = text.decoder([] if specification.is_chat else specification.tokens)
         self.output = Output(
-            decoder, specification.stops, text.settings.stop_tokens, arrived_at=specification.arrived_at
+            decoder,
+            specification.stops,
+            text.settings.stop_tokens,
+            arrived_at=specification.arrived_at,
+            has_logprobs=specification.top_logprobs is not None,
         )
         self._dispatch = dispatch
-        self._wake = asyncio.Event()
+        self._wake = wake
         self._is_accepted = False
         self._is_placing = False
         self._is_resending = False
         self._resent_at = 0.0
 
-    async def items(self) -> AsyncGenerator[Item, None]:
-        """What the client is to see, in order; ends after the Text with a finish reason.
+    @property
+    def is_over(self) -> bool:
+        """Whether the client has been given all of it."""
+        return self.output.finish_reason is not None
 
-        Raises the typed error that ended the request otherwise. Closing the generator early is the client's leaving:
-        the inference is aborted, or the placement cancelled.
-        """
+    def enter(self) -> None:
+        """The request is accepted: from now on it hears what is told, until `leave` and its removal."""
         self._dispatch.add(self)
-        try:
-            self._advance(time.monotonic())
-            while self.output.finish_reason is None:
-                item = self.output.next(self.request, self.progress, time.monotonic())
-                if self.output.is_stopped:
-                    self._end_early()
-                if item is not None:
-                    yield item
-                elif self.request.error is not None:
-                    raise self.request.error
-                else:
-                    await self._wake.wait()
-                    self._wake.clear()
-        finally:
-            await self._leave()
+        self._advance(time.monotonic())
+
+    def next(self) -> Item | None:
+        """What the client is to see now; None while there is nothing new. Raises the typed error that ended it."""
+        item = self.output.next(self.request, self.progress, time.monotonic())
+        if self.output.is_stopped:
+            self._end_early()
+        if item is None and self.request.error is not None:
+            raise self.request.error
+        return item
+
+    def leave(self) -> None:
+        """Nobody wants it any more; nothing happens when it is over."""
+        if not self.request.is_over:
+            self._let_go()
+            self.request.on_client_left()
 
     # What the rest of the router tells.
 
@@ -380,12 +385,6 @@ class Stream:
         else:
             cancel = CancelPlacement(request_id=self.request.request_id, model_id=self.request.model_id)
             self._dispatch.notes.tell_scheduler(cancel)
-
-    async def _leave(self) -> None:
-        if not self.request.is_over:
-            self._let_go()
-            self.request.on_client_left()
-        await self._dispatch.remove(self)
 
 
 def _error_of(entry: TokenEntry) -> WhimbrelError:

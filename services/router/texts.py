@@ -15,6 +15,7 @@ from whimbrel.wire.errors import InvalidRequest, LoadFailed
 
 from services.router.core.chat import ChatMessage
 from services.router.core.sampling import SamplingDefaults
+from services.router.token_bytes import TokenBytes
 
 log = structlog.get_logger()
 
@@ -52,6 +53,7 @@ class ModelText:
         self.settings = settings
         self._tokenizer = tokenizer
         self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self.token_bytes = TokenBytes(self._backend)
         self._control_tokens = tuple(str(token) for token in tokenizer.added_tokens_encoder)
         self._is_chat = bool(tokenizer.chat_template)
 

@@ -286,7 +286,7 @@ def test_greedy_answers_on_a_gpu_are_those_of_the_cpu(lender: Lender, parted: Ti
         engine.activate()
         sequence = a_sequence(prompt=prompt, output_tokens_max=20)
         while not sequence.is_finished:
-            sequence.advance(engine.decode(sequence), 0.0)
+            sequence.advance(engine.decode(sequence).token, 0.0)
         engine.forget(sequence.request_id)
         engine.unload()
         chunks.close()

@@ -125,6 +125,32 @@ def test_a_client_that_does_not_stream_gets_the_same_text(cluster: Cluster) -> N
     assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
 
 
+def test_the_stock_openai_client_gets_choices_with_log_probabilities(cluster: Cluster) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    asked: Any = {"model": "alpha", "messages": [{"role": "user", "content": "漢字 🐦"}], "n": 2}
+    asked |= {"logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        content = choice.logprobs.content or []
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 2 * len(content)
+        assert "漢字 🐦".encode() in b"".join(bytes(token.bytes or []) for token in content)
+        assert all(token.logprob == token.top_logprobs[0].logprob for token in content), "the echo is the most probable"
+    parts = list(client.chat.completions.create(**asked, stream=True))
+    for choice in whole.choices:
+        said = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
+        assert "".join(part.delta.content or "" for part in said) == choice.message.content
+        streamed = [token for part in said if part.logprobs for token in part.logprobs.content or []]
+        assert streamed == choice.logprobs.content  # type: ignore[union-attr]
+    completion = client.completions.create(model="alpha", prompt="ab", logprobs=1, max_tokens=4)
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(logprobs.tokens or []) == completion.choices[0].text
+    assert (logprobs.text_offset or [None])[0] == 0
+
+
 def test_the_response_says_where_the_time_went(cluster: Cluster) -> None:
     wait_until(lambda: "beta" not in cluster.slots().values(), "beta did not scale to zero")
     cold = complete(cluster, "beta", "hello")

@@ -18,6 +18,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 # A config.json of a model is a few kB; anything near this bound is not one.
 MODEL_CONFIG_BYTES_MAX = 256 * 1024
+# OpenAI's bound; a token with so many alternatives takes 164 bytes more.
+TOP_LOGPROBS_MAX = 20
 
 
 def _tag(name: str) -> str:
@@ -642,7 +644,8 @@ class StartInference(Message, frozen=True, kw_only=True):
     `tokens` are packed uint32 little-endian; the first `prompt_tokens` of the request's tokens are its prompt, the rest
     was already generated elsewhere. Positions of frames count output tokens from 0. With `base_tokens`, the instance
     has computed so many of the first ones already, from ResumeInference: `tokens` are those after them. One that does
-    not have them answers InferenceLost, and is told all.
+    not have them answers InferenceLost, and is told all. With `top_logprobs`, each token comes with its log probability
+    and so many alternatives.
     """
 
     request_id: str
@@ -657,6 +660,7 @@ class StartInference(Message, frozen=True, kw_only=True):
     stop_tokens: tuple[int, ...]
     sampling: Sampling
     base_tokens: NonNegative = 0
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
 
 
 class AbortInference(Message, frozen=True, kw_only=True):
@@ -682,7 +686,8 @@ class Moved(Value, frozen=True, kw_only=True):
 class TokenEntry(Value, frozen=True, kw_only=True):
     """New tokens of one request; `position` is that of the first of them in the output. An entry with a finish reason
     is the last. `prefill_s` and `queue_s` (in the worker) come with the first token of each start of the request.
-    `moved` comes with the finish reason MOVED, and only then."""
+    `moved` comes with the finish reason MOVED, and only then. `logprobs` has a record (`wire.logprobs`) for each of the
+    tokens when the start asked for them."""
 
     request_id: str
     epoch: NonNegative
@@ -693,6 +698,7 @@ class TokenEntry(Value, frozen=True, kw_only=True):
     prefill_s: Seconds | None = None
     error: ErrorReply | None = None
     moved: Moved | None = None
+    logprobs: bytes = b""
 
 
 class TokenFrame(Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from services.gpu_worker.core.sequence import Sequence
 # A router that missed the last frame asks again after a second; it gives up long before this.
 FINISHED_KEEP_S = 30.0
 # A bound on memory when thousands of short requests end within that time; 4,096 of 1,000 tokens are some 32 MB.
+# With log probabilities a token takes up to 164 bytes more, and no worker decodes more than some 100,000 in that time.
 FINISHED_MAX = 4096
 
 
@@ -122,7 +123,7 @@ class Requests:
         return ended
 
     def resend(self, request_id: str, epoch: int, position: int) -> tuple[TokenEntry | None, str]:
-        """Everything of a request from `position` on, None when that is nothing yet; and the router it is for.
+        """What a request has from `position` on, None when that is nothing yet; and the router it is for.
 
         Raises InferenceLost for a request that is not known here, StaleEpoch, InvalidRequest.
         """

@@ -66,6 +66,17 @@ def penalise(
     return logits
 
 
+def keep_top_k(scores: NDArray[np.float32], top_k: int) -> NDArray[np.bool_] | None:
+    """A mask of exactly the k best tokens; None when all stay (k = 0 means no limit)."""
+    if top_k == 0 or top_k >= len(scores):
+        return None
+    threshold = np.partition(scores, -top_k)[-top_k]
+    kept: NDArray[np.bool_] = scores > threshold
+    ties = np.flatnonzero(scores == threshold)
+    kept[ties[: top_k - int(kept.sum())]] = True
+    return kept
+
+
 def _has_penalty(sampling: Sampling) -> bool:
     return bool(sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty)
 
@@ -82,7 +93,7 @@ def _adjust(
 def _probabilities(scores: NDArray[np.float32], sampling: Sampling) -> Floats:
     """Shape (vocabulary size,); zero for every token that may not be drawn; not normalised."""
     # Cut by rank before the exponential: a division by the temperature keeps the order.
-    kept = _keep_top_k(scores, sampling.top_k)
+    kept = keep_top_k(scores, sampling.top_k)
     with np.errstate(over="ignore"):
         scaled = (scores.astype(np.float64) - float(scores.max())) / sampling.temperature
     weights: Floats = np.exp(scaled)
@@ -93,17 +104,6 @@ def _probabilities(scores: NDArray[np.float32], sampling: Sampling) -> Floats:
     if sampling.min_p > 0.0:
         weights[weights < sampling.min_p * weights.max()] = 0.0
     return weights
-
-
-def _keep_top_k(scores: NDArray[np.float32], top_k: int) -> NDArray[np.bool_] | None:
-    """A mask of exactly the k best tokens; None when all stay (k = 0 means no limit)."""
-    if top_k == 0 or top_k >= len(scores):
-        return None
-    threshold = np.partition(scores, -top_k)[-top_k]
-    kept: NDArray[np.bool_] = scores > threshold
-    ties = np.flatnonzero(scores == threshold)
-    kept[ties[: top_k - int(kept.sum())]] = True
-    return kept
 
 
 def _cut_top_p(weights: Floats, top_p: float) -> None:

@@ -6,13 +6,18 @@ from collections.abc import Sequence as Tokens
 
 from whimbrel.wire.codec import pack_tokens, unpack_tokens
 from whimbrel.wire.errors import ContextLengthExceeded, InvalidRequest
+from whimbrel.wire.logprobs import record_bytes
 from whimbrel.wire.messages import ErrorReply, FinishReason, Moved, StartInference, TokenEntry
+
+# Log probabilities of one entry: a quarter of what NATS takes by default. What is longer is said in several entries.
+ENTRY_LOGPROBS_BYTES_MAX = 256 * 1024
 
 
 class Sequence:
     """A running, waiting or finished request. Positions count output tokens from 0; `now` is in monotonic seconds.
 
-    A stop token ends the output and is no part of it. Nothing changes once there is a finish reason.
+    A stop token ends the output and is no part of it. Nothing changes once there is a finish reason. Log probabilities
+    are kept of the tokens that were decoded here, and travel with them; the router has those of the others.
     """
 
     def __init__(self, request: StartInference, now: float) -> None:
@@ -30,6 +35,7 @@ class Sequence:
         self.finished_at: float | None = None
         self._stop_tokens = frozenset(request.stop_tokens)
         self._first_position = len(tokens) - request.prompt_tokens
+        self._logprobs = bytearray()
         self._arrived_at = now
         self._started_at: float | None = None
         self._first_token_at: float | None = None
@@ -65,8 +71,9 @@ class Sequence:
         """Its turn has come."""
         self._started_at = now
 
-    def advance(self, token: int | None, now: float) -> TokenEntry | None:
-        """Take the next token, or None when the model has ended the output; the answer is what is new.
+    def advance(self, token: int | None, now: float, logprobs: bytes = b"") -> TokenEntry | None:
+        """Take the next token with its log probabilities, or None when the model has ended the output; the answer is
+        what is new.
 
         None when the sequence was finished meanwhile: an abort and a decode step overlap.
         """
@@ -79,6 +86,7 @@ class Sequence:
             self.finish(FinishReason.STOP, now)
         else:
             self.tokens.append(token)
+            self._logprobs += logprobs
             if self.position >= self.request.output_tokens_max:
                 self.finish(FinishReason.LENGTH, now)
         return self.entry(position)
@@ -98,21 +106,31 @@ class Sequence:
     def entry(self, position: int) -> TokenEntry:
         """Everything from `position` on; times come with the first token of this start of the request.
 
-        Raises InvalidRequest for a position that is still ahead.
+        With log probabilities it is no more than fits in an entry, and only of the tokens of this start. Raises
+        InvalidRequest for a position that is still ahead.
         """
         if position > self.position:
             raise InvalidRequest(field="position", reason=f"{position} is ahead of {self.position}, the next one here")
+        end, logprobs = self.position, b""
+        if self.request.top_logprobs is not None:
+            size = record_bytes(self.request.top_logprobs)
+            position = max(position, self._first_position)
+            end = min(end, position + ENTRY_LOGPROBS_BYTES_MAX // size)
+            begin = position - self._first_position
+            logprobs = bytes(self._logprobs[begin * size : (begin + end - position) * size])
         is_first = position <= self._first_position and self._first_token_at is not None
+        is_last = end == self.position
         return TokenEntry(
             request_id=self.request_id,
             epoch=self.epoch,
             position=position,
-            tokens=pack_tokens(self.tokens[self.prompt_tokens + position :]),
-            finish_reason=self.finish_reason,
+            tokens=pack_tokens(self.tokens[self.prompt_tokens + position : self.prompt_tokens + end]),
+            finish_reason=self.finish_reason if is_last else None,
             queue_s=self.queue_s if is_first else None,
             prefill_s=self.prefill_s if is_first else None,
-            error=self.error,
-            moved=self.moved,
+            error=self.error if is_last else None,
+            moved=self.moved if is_last else None,
+            logprobs=logprobs,
         )
 
     @property
@@ -141,6 +159,9 @@ def check_request(request: StartInference, *, context_tokens: int, vocabulary_si
     if biased:
         reason = f"token {biased[0]} is not in the model's vocabulary of {vocabulary_size}"
         raise InvalidRequest(field="logit_bias", reason=reason)
+    if (request.top_logprobs or 0) > vocabulary_size:
+        reason = f"{request.top_logprobs} alternatives are more than the model's vocabulary of {vocabulary_size}"
+        raise InvalidRequest(field="top_logprobs", reason=reason)
     if request.prompt_tokens + request.output_tokens_max > context_tokens:
         raise ContextLengthExceeded(
             context_tokens=context_tokens,

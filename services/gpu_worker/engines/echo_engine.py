@@ -1,7 +1,7 @@
 """Owns the engine of tests and load experiments: it answers with the prompt, at costs that are set, without torch.
 
 Output token i is prompt token i; the output stops when the prompt has been said once. It knows no stop tokens, so a
-prompt with special tokens comes back whole.
+prompt with special tokens comes back whole. Log probabilities are those of logits that are made up from the position.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.gpu_worker.engines.engine import EngineError, Known, Limits, PartitionMemory
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gpu_worker.core.logprobs import token_logprobs
+from services.gpu_worker.engines.engine import Decoded, EngineError, Known, Limits, PartitionMemory
 
 if TYPE_CHECKING:
     from ckptio import Index
@@ -42,6 +46,7 @@ class EchoEngine:
         self._costs = costs
         # What stands for the KV cache: how many tokens of each request were computed.
         self._computed: dict[str, int] = {}
+        self._vocabulary_size = 0
 
     def prewarm(self) -> None:
         """Nothing here is slow at first."""
@@ -51,7 +56,8 @@ class EchoEngine:
             fields = json.loads(model_config)
             text = fields.get("text_config", fields)
             context_tokens = next((text[name] for name in _CONTEXT_FIELDS if name in text), CONTEXT_TOKENS_DEFAULT)
-            return Limits(context_tokens=int(context_tokens), vocabulary_size=int(text["vocab_size"]))
+            self._vocabulary_size = int(text["vocab_size"])
+            return Limits(context_tokens=int(context_tokens), vocabulary_size=self._vocabulary_size)
         except (ValueError, TypeError, AttributeError, KeyError) as cause:
             raise EngineError(f"config.json does not describe a model: {cause!r}") from cause
 
@@ -68,10 +74,10 @@ class EchoEngine:
             time.sleep(missing * self._costs.prefill_s_per_token)
             self._computed[known.request_id] = end
 
-    def decode(self, sequence: Sequence) -> int | None:
+    def decode(self, sequence: Sequence) -> Decoded:
         position = sequence.position
         if position >= sequence.prompt_tokens:
-            return None
+            return Decoded(None)
         computed = self._computed.get(sequence.request_id, 0)
         missing = len(sequence.tokens) - computed
         if computed >= sequence.prompt_tokens:
@@ -80,10 +86,19 @@ class EchoEngine:
         if missing > 1 or computed < sequence.prompt_tokens:
             time.sleep(missing * self._costs.prefill_s_per_token)
         self._computed[sequence.request_id] = len(sequence.tokens)
-        return sequence.tokens[position]
+        token, top = sequence.tokens[position], sequence.request.top_logprobs
+        if top is None:
+            return Decoded(token)
+        return Decoded(token, token_logprobs(made_up_logits(token, position, self._vocabulary_size), token, top))
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
 
     def unload(self) -> None:
         self._computed.clear()
+
+
+def made_up_logits(token: int, position: int, vocabulary_size: int) -> NDArray[np.float32]:
+    """`token` is the best, those with the next higher ids follow; how steeply depends on the position."""
+    behind = (np.arange(vocabulary_size) - token) % vocabulary_size
+    return (behind * -(1 + position % 7) / 8).astype(np.float32)

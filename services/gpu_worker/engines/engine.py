@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from ckptio import DeviceBuffer, Index, Mapping
@@ -40,6 +40,13 @@ class Limits:
 
     context_tokens: int
     vocabulary_size: int
+
+
+class Decoded(NamedTuple):
+    """The next token, None when the output ends here; with its packed log probabilities, if the request wants them."""
+
+    token: int | None
+    logprobs: bytes = b""
 
 
 class Known(Protocol):
@@ -81,8 +88,8 @@ class Engine(Protocol):
         """Fill the request's KV cache with its tokens up to index `end`, as far as they are not in it yet. Whoever has
         these tokens under the same request id afterwards goes on from there."""
 
-    def decode(self, sequence: Sequence) -> int | None:
-        """Compute all tokens that are not in the KV cache yet, and choose the next; None when the output ends here."""
+    def decode(self, sequence: Sequence) -> Decoded:
+        """Compute all tokens that are not in the KV cache yet, and choose the next."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -47,7 +47,7 @@ def prewarm(engine: TransformersEngine, dtype: torch.dtype) -> None:
         sequence = Sequence(_request(f"prewarm-{number}", temperature), 0.0)
         engine.prefill(sequence, PROMPT_TOKENS // 2)
         while not sequence.is_finished:
-            sequence.advance(engine.decode(sequence), 0.0)
+            sequence.advance(engine.decode(sequence).token, 0.0)
         engine.forget(sequence.request_id)
     engine.unload()
 

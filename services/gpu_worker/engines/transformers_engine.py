@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from services.gpu_worker.core.logprobs import token_logprobs
 from services.gpu_worker.core.sampling import choose_token
-from services.gpu_worker.engines.engine import EngineError, Known, Limits, PartitionMemory, Precision
+from services.gpu_worker.engines.engine import Decoded, EngineError, Known, Limits, PartitionMemory, Precision
 from services.gpu_worker.engines.partition_tensors import partition_tensors
 from services.gpu_worker.engines.prefixes import LastPrefix
 from services.gpu_worker.engines.prewarming import prewarm
@@ -90,7 +91,7 @@ class TransformersEngine:
         if cache is None or cache.get_seq_length() < end:
             self._compute(known, end)
 
-    def decode(self, sequence: Sequence) -> int | None:
+    def decode(self, sequence: Sequence) -> Decoded:
         logits = self._compute(sequence, len(sequence.tokens))
         token = choose_token(
             logits,
@@ -99,7 +100,10 @@ class TransformersEngine:
             output=sequence.output,
             position=sequence.position,
         )
-        return None if sequence.is_stop(token) else token
+        if sequence.is_stop(token):
+            return Decoded(None)
+        top = sequence.request.top_logprobs
+        return Decoded(token) if top is None else Decoded(token, token_logprobs(logits, token, top))
 
     def forget(self, request_id: str) -> None:
         known, cache = self._kv_caches.pop(request_id, (None, None))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from whimbrel.wire.errors import UnsupportedParameter
 from whimbrel.wire.ids import check_model_id
+from whimbrel.wire.messages import TOP_LOGPROBS_MAX
 
 from services.router.core.chat import ChatMessage, read_messages
 from services.router.core.fields import (
@@ -27,6 +28,10 @@ from services.router.core.sampling import SamplingChoices, read_choices
 # OpenAI's own bounds.
 STOPS_MAX = 4
 STOP_CHARACTERS_MAX = 512
+COMPLETION_LOGPROBS_MAX = 5
+# Each choice is an inference of its own, and all must fit in the queues at once. OpenAI allows 128; few ask for more
+# than this.
+CHOICES_MAX = 8
 # Above every context there is; a prompt of ids is bounded by the size of the body as well.
 TOKENS_MAX = 2**24
 TOKEN_ID_MAX = 2**32 - 1
@@ -50,12 +55,9 @@ HARMLESS = frozenset(
 
 # Parameters that are known and not supported, with the values that mean the same as leaving them out.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -70,7 +72,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "keep_alive": (),
 }
 
-_CHAT_ONLY = ("messages", "max_completion_tokens")
+_CHAT_ONLY = ("messages", "max_completion_tokens", "top_logprobs")
 _COMPLETION_ONLY = ("prompt",)
 HONOURED = frozenset(
     {
@@ -91,6 +93,9 @@ HONOURED = frozenset(
         "frequency_penalty",
         "repetition_penalty",
         "logit_bias",
+        "n",
+        "logprobs",
+        "top_logprobs",
         # Ours: whether the request may go on elsewhere when its instance is lost.
         "failover",
     }
@@ -102,7 +107,8 @@ Prompt = tuple[ChatMessage, ...] | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceParams:
-    """A request body that was understood. The prompt is messages, text or token ids."""
+    """A request body that was understood. The prompt is messages, text or token ids. `top_logprobs` is how many
+    alternatives come with each token's log probability; None when that is not wanted."""
 
     model_id: str
     is_chat: bool
@@ -113,13 +119,21 @@ class InferenceParams:
     choices: SamplingChoices
     stops: tuple[str, ...]
     may_fail_over: bool = True
+    choice_count: int = 1
+    top_logprobs: int | None = None
 
 
 def read_chat(body: object) -> InferenceParams:
     """The parameters of POST /v1/chat/completions; raises InvalidRequest or UnsupportedParameter."""
     given = _known(body, _COMPLETION_ONLY)
     prompt = read_messages(_required(given, "messages"))
-    return _read(given, prompt, is_chat=True, output_tokens_max=_output_tokens_max(given))
+    return _read(
+        given,
+        prompt,
+        is_chat=True,
+        output_tokens_max=_output_tokens_max(given),
+        top_logprobs=_read_chat_logprobs(given),
+    )
 
 
 def read_completion(body: object) -> InferenceParams:
@@ -127,7 +141,11 @@ def read_completion(body: object) -> InferenceParams:
     given = _known(body, _CHAT_ONLY)
     prompt = _read_prompt(_required(given, "prompt"))
     output_tokens_max = _output_tokens_max(given) or COMPLETION_TOKENS_DEFAULT
-    return _read(given, prompt, is_chat=False, output_tokens_max=output_tokens_max)
+    top_logprobs = None
+    # Also what a chat client says when it wants none.
+    if given.get("logprobs", False) is not False:
+        top_logprobs = read_whole(given["logprobs"], "logprobs", 0, COMPLETION_LOGPROBS_MAX)
+    return _read(given, prompt, is_chat=False, output_tokens_max=output_tokens_max, top_logprobs=top_logprobs)
 
 
 def _known(body: object, foreign: tuple[str, ...]) -> dict[str, object]:
@@ -157,7 +175,14 @@ def _only(neutral: tuple[object, ...]) -> str:
     return f" with this value (only {neutral[0]!r} is)" if neutral else ""
 
 
-def _read(given: dict[str, object], prompt: Prompt, *, is_chat: bool, output_tokens_max: int | None) -> InferenceParams:
+def _read(
+    given: dict[str, object],
+    prompt: Prompt,
+    *,
+    is_chat: bool,
+    output_tokens_max: int | None,
+    top_logprobs: int | None,
+) -> InferenceParams:
     is_stream = read_optional(given, "stream", read_flag) or False
     return InferenceParams(
         model_id=check_model_id(read_text(_required(given, "model"), "model")),
@@ -169,6 +194,8 @@ def _read(given: dict[str, object], prompt: Prompt, *, is_chat: bool, output_tok
         choices=read_choices(given),
         stops=_read_stops(given.get("stop")),
         may_fail_over=read_optional(given, "failover", read_flag) is not False,
+        choice_count=read_whole(given.get("n", 1), "n", 1, CHOICES_MAX),
+        top_logprobs=top_logprobs,
     )
 
 
@@ -194,6 +221,15 @@ def _read_stream_options(value: object, is_stream: bool) -> bool:
         raise UnsupportedParameter(field="stream_options.include_obfuscation")
     given = options.get("include_usage")
     return given is not None and read_flag(given, "stream_options.include_usage")
+
+
+def _read_chat_logprobs(given: dict[str, object]) -> int | None:
+    top = read_whole(given.get("top_logprobs", 0), "top_logprobs", 0, TOP_LOGPROBS_MAX)
+    if read_optional(given, "logprobs", read_flag):
+        return top
+    if top:
+        refuse("top_logprobs", 'goes with "logprobs": true only')
+    return None
 
 
 def _read_prompt(value: object) -> str | tuple[int, ...]:

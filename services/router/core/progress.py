@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 
 from whimbrel.wire.codec import unpack_tokens
+from whimbrel.wire.errors import ProtocolError
+from whimbrel.wire.logprobs import record_bytes
 from whimbrel.wire.messages import FinishReason, TokenEntry
 
 
@@ -57,19 +59,22 @@ class Progress:
     """Tokens accepted so far; `finish` is the entry that ended them. All times are the router's monotonic seconds.
 
     `queue_s` and `prefill_s` are the worker's, of the start that gave the first token. `pause_s` is the last pause:
-    from the last token of one start to the first of the next, less the usual time of a token.
+    from the last token of one start to the first of the next, less the usual time of a token. With `top_logprobs`,
+    `logprobs` has a packed record for each token.
     """
 
-    def __init__(self, *, epoch: int, now: float) -> None:
+    def __init__(self, *, epoch: int, now: float, top_logprobs: int | None = None) -> None:
         self.start = Start(epoch=epoch, prefill_tokens=0, started_at=now, heard_at=now)
         self.first_token_at: float | None = None
         self.last_token_at = now
         self.tokens: list[int] = []
+        self.logprobs: list[bytes] = []
         self.finish: TokenEntry | None = None
         self.queue_s = 0.0
         self.prefill_s = 0.0
         self.pause_s = 0.0
         self._pauses_s = 0.0
+        self._record_bytes = 0 if top_logprobs is None else record_bytes(top_logprobs)
 
     def restart(self, epoch: int, prefill_tokens: int, now: float) -> None:
         """The request is started (again), with the tokens that it has; from now on only that start counts."""
@@ -91,7 +96,7 @@ class Progress:
         return None if self.finish is None else self.finish.finish_reason
 
     def accept(self, entry: TokenEntry, now: float) -> Verdict:
-        """Take what is new in `entry`; raises ProtocolError when its tokens are not packed as agreed."""
+        """Take what is new in `entry`; raises ProtocolError when it is not packed as agreed."""
         if entry.epoch != self.epoch:
             return Verdict.OLD_EPOCH
         if entry.position > self.position:
@@ -99,16 +104,25 @@ class Progress:
         if self.finish is not None:
             return Verdict.DUPLICATE
         tokens = unpack_tokens(entry.tokens)
-        fresh = tokens[self.position - entry.position :]
+        if len(entry.logprobs) != len(tokens) * self._record_bytes:
+            reason = f"{len(entry.logprobs)} bytes of log probabilities for {len(tokens)} tokens"
+            raise ProtocolError(size_bytes=len(entry.logprobs), reason=reason)
+        known = self.position - entry.position
+        fresh = tokens[known:]
         is_last = entry.finish_reason is not None and entry.position + len(tokens) >= self.position
         if not fresh and not is_last:
             return Verdict.DUPLICATE
         self._note_times(entry, now)
         if fresh:
             self._take(fresh, now)
+            self.logprobs += self._records(entry.logprobs)[known:]
         if is_last:
             self.finish = entry
         return Verdict.ACCEPTED
+
+    def _records(self, packed: bytes) -> list[bytes]:
+        size = self._record_bytes
+        return [packed[begin : begin + size] for begin in range(0, len(packed), size)] if size else []
 
     def _note_times(self, entry: TokenEntry, now: float) -> None:
         self.start.heard_at = now

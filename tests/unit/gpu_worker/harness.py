@@ -33,7 +33,7 @@ from whimbrel.wire.messages import (
 from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.core.sequence import Sequence
 from services.gpu_worker.engines.echo_engine import EchoCosts, EchoEngine
-from services.gpu_worker.engines.engine import Engine, Precision
+from services.gpu_worker.engines.engine import Decoded, Engine, Precision
 from services.gpu_worker.engines.transformers_engine import TransformersEngine
 from services.gpu_worker.service import WorkerService
 from tests.unit.gpu_worker.builders import Lender, a_request
@@ -60,15 +60,15 @@ class Stepped:
         for _ in range(steps):
             self._allowed.release()
 
-    def decode(self, sequence: Sequence) -> int | None:
+    def decode(self, sequence: Sequence) -> Decoded:
         self._begun.release()
         assert self._allowed.acquire(timeout=ANSWER_S_MAX), "no step was allowed"
         if self.failure is not None:
             raise self.failure
         self.decodes += 1
-        token: int | None = super().decode(sequence)  # type: ignore[misc]
+        decoded: Decoded = super().decode(sequence)  # type: ignore[misc]
         self._steps.release()
-        return token
+        return decoded
 
     def wait_for_steps(self, steps: int) -> None:
         """Returns when so many steps have been taken since the last call; blocks."""

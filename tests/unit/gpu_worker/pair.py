@@ -32,7 +32,7 @@ from whimbrel.wire.messages import (
 )
 
 from services.gpu_worker.engines.echo_engine import EchoCosts, EchoEngine
-from services.gpu_worker.engines.engine import Engine, Known
+from services.gpu_worker.engines.engine import Decoded, Engine, Known
 from tests.unit.gpu_worker.builders import Lender
 from tests.unit.gpu_worker.harness import ANSWER_S_MAX, Outside, SteppedEngine, SteppedModel, a_worker
 from tests.unit.gpu_worker.tiny_models import TinyModel
@@ -64,7 +64,7 @@ class PiecedEngine(EchoEngine):
         self.pieces.append((known.request_id, end))
         super().prefill(known, end)
 
-    def decode(self, sequence: Any) -> int | None:
+    def decode(self, sequence: Any) -> Decoded:
         self.pieces.append((sequence.request_id, len(sequence.tokens)))
         return super().decode(sequence)
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 def answer(sequence: Sequence, engine: EchoEngine | None = None) -> list[int]:
     engine = engine or EchoEngine(EchoCosts())
     while not sequence.is_finished:
-        sequence.advance(engine.decode(sequence), 0.0)
+        sequence.advance(engine.decode(sequence).token, 0.0)
     engine.forget(sequence.request_id)
     return list(sequence.output)
 

@@ -54,7 +54,7 @@ def an_engine(precision: Precision = Precision.FLOAT32) -> TransformersEngine:
 
 def answer(engine: TransformersEngine, sequence: Sequence) -> list[int]:
     while not sequence.is_finished:
-        sequence.advance(engine.decode(sequence), 0.0)
+        sequence.advance(engine.decode(sequence).token, 0.0)
     engine.forget(sequence.request_id)
     return list(sequence.output)
 

@@ -62,7 +62,7 @@ class Bench:
         for worker, instance_id in ((self.worker, "instance-1"), (self.other, "instance-2")):
             worker.output = lambda _request: answer
             worker.instance_id = instance_id
-            worker.finish_reason = FinishReason.STOP
+            worker.finish_reason, worker.error = FinishReason.STOP, None
             worker.is_held, worker.frames_before_hold = False, None
             worker.mangle = list
             worker.refusal = None

@@ -8,7 +8,7 @@ from whimbrel.wire.errors import ERRORS, WhimbrelError
 from whimbrel.wire.messages import DeployModel, ScaleModel, Scaling, Stages, Tier
 
 from services.router.core.deployments import read_deployment
-from services.router.core.openai import Answer, Usage
+from services.router.core.openai import Answer, Choice, Usage
 from services.router.core.scalings import read_scale
 from services.router.core.statuses import STATUSES, error_object, retry_after_s, status_of
 from services.router.core.timings import stage_times
@@ -82,7 +82,7 @@ def an_answer(*, is_chat: bool = True, is_usage_included: bool = False) -> Answe
 
 
 def test_a_whole_chat_answer() -> None:
-    assert an_answer().whole("Hi", "stop", USAGE) == {
+    assert an_answer().whole([Choice(text="Hi", finish_reason="stop")], USAGE) == {
         **SHARED,
         "object": "chat.completion",
         "choices": [
@@ -98,17 +98,17 @@ def test_a_whole_chat_answer() -> None:
 
 
 def test_a_whole_completion() -> None:
-    body = an_answer(is_chat=False).whole("Hi", "length", USAGE)
+    body = an_answer(is_chat=False).whole([Choice(text="Hi", finish_reason="length")], USAGE)
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "Hi", "logprobs": None, "finish_reason": "length"}]
 
 
 def test_the_chunks_of_a_chat() -> None:
     answer = an_answer()
-    first = answer.first_chunk()
+    first = answer.first_chunk(0)
     assert first is not None
     assert first["object"] == "chat.completion.chunk"
-    choices = [first["choices"], answer.text_chunk("Hi")["choices"], answer.last_chunk("stop")["choices"]]
+    choices = [first["choices"], answer.text_chunk(0, "Hi")["choices"], answer.last_chunk(0, "stop")["choices"]]
     assert choices == [
         [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}],
         [{"index": 0, "delta": {"content": "Hi"}, "logprobs": None, "finish_reason": None}],
@@ -119,13 +119,15 @@ def test_the_chunks_of_a_chat() -> None:
 
 def test_the_chunks_of_a_completion_have_no_role() -> None:
     answer = an_answer(is_chat=False)
-    assert answer.first_chunk() is None
-    assert answer.text_chunk("Hi")["choices"] == [{"index": 0, "text": "Hi", "logprobs": None, "finish_reason": None}]
+    assert answer.first_chunk(0) is None
+    assert answer.text_chunk(0, "Hi")["choices"] == [
+        {"index": 0, "text": "Hi", "logprobs": None, "finish_reason": None}
+    ]
 
 
 def test_usage_is_null_in_every_chunk_but_the_last_when_it_was_asked_for() -> None:
     answer = an_answer(is_usage_included=True)
-    assert answer.text_chunk("Hi")["usage"] is None
+    assert answer.text_chunk(0, "Hi")["usage"] is None
     last = answer.usage_chunk(USAGE)
     assert (last["choices"], last["usage"]) == ([], USAGE.body())
 

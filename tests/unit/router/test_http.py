@@ -72,7 +72,8 @@ async def test_a_bad_request_leaves_the_next_good_one_alone(bench: Bench) -> Non
     await bench.scheduler.add_route(a_route("tiny"))
     bad = [
         (bench.chat(tools=[{"type": "function"}]), (400, "unsupported_parameter", "tools")),
-        (bench.chat(n=2), (400, "unsupported_parameter", "n")),
+        (bench.chat(best_of=2), (400, "unsupported_parameter", "best_of")),
+        (bench.chat(n=9), (400, "invalid_request", "n")),
         (bench.chat(whatever=1), (400, "unsupported_parameter", "whatever")),
         (bench.chat(temperature="hot"), (400, "invalid_request", "temperature")),
         (bench.chat(model="../x"), (400, "invalid_request", "model")),
@@ -310,7 +311,7 @@ async def test_a_stock_openai_client_completes_lists_and_understands_errors(benc
             await client.chat.completions.create(model="absent", messages=[{"role": "user", "content": "Hello"}])
         assert caught.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], n=3)
+            await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], n=9)
         assert refused.value.param == "n"
 
 

@@ -7,7 +7,15 @@ from whimbrel.wire.errors import InvalidRequest, UnsupportedParameter, WhimbrelE
 from whimbrel.wire.messages import Sampling
 
 from services.router.core.chat import ChatMessage
-from services.router.core.params import HARMLESS, HONOURED, NEUTRAL, InferenceParams, read_chat, read_completion
+from services.router.core.params import (
+    CHOICES_MAX,
+    HARMLESS,
+    HONOURED,
+    NEUTRAL,
+    InferenceParams,
+    read_chat,
+    read_completion,
+)
 from services.router.core.sampling import SamplingChoices, SamplingDefaults, resolve_sampling
 
 MANY = {str(token): 1 for token in range(1025)}
@@ -96,13 +104,40 @@ def test_an_unsupported_parameter_is_refused_by_name_unless_it_says_nothing(name
 
 
 def test_a_true_is_not_taken_for_a_one() -> None:
-    with pytest.raises(UnsupportedParameter, match="'n'"):
-        chat(n=True)
+    with pytest.raises(UnsupportedParameter, match="'best_of'"):
+        chat(best_of=True)
 
 
-def test_several_choices_are_refused_with_what_is_possible() -> None:
-    with pytest.raises(UnsupportedParameter, match=r"parameter 'n' is not supported with this value \(only 1 is\)"):
-        chat(n=2)
+def test_an_unsupported_value_is_refused_with_what_is_possible() -> None:
+    with pytest.raises(UnsupportedParameter, match=r"'best_of' is not supported with this value \(only 1 is\)"):
+        chat(best_of=2)
+
+
+def test_several_choices_may_be_asked_for_up_to_a_limit_that_the_error_names() -> None:
+    assert [read.choice_count for read in (chat(), chat(n=None), chat(n=2), completion(n=CHOICES_MAX))] == [1, 1, 2, 8]
+    for wrong in (0, CHOICES_MAX + 1):
+        with pytest.raises(InvalidRequest, match=f"n: must be between 1 and 8, not {wrong}"):
+            chat(n=wrong)
+
+
+def test_a_chat_asks_for_logprobs_with_a_flag_and_for_alternatives_with_a_number() -> None:
+    assert chat(logprobs=True).top_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).top_logprobs == 20
+    assert [read.top_logprobs for read in (chat(), chat(logprobs=False), chat(top_logprobs=0))] == [None] * 3
+    with pytest.raises(InvalidRequest, match="top_logprobs: must be between 0 and 20, not 21"):
+        chat(logprobs=True, top_logprobs=21)
+    with pytest.raises(InvalidRequest, match='top_logprobs: goes with "logprobs": true only'):
+        chat(top_logprobs=3)
+    with pytest.raises(InvalidRequest, match="logprobs: must be true or false, not the number 2"):
+        chat(logprobs=2)
+
+
+def test_a_completion_asks_for_logprobs_with_the_number_of_alternatives() -> None:
+    assert [completion(logprobs=top).top_logprobs for top in (0, 5, None, False)] == [0, 5, None, None]
+    with pytest.raises(InvalidRequest, match="logprobs: must be between 0 and 5, not 6"):
+        completion(logprobs=6)
+    with pytest.raises(InvalidRequest, match="logprobs: must be a whole number, not a boolean"):
+        completion(logprobs=True)
 
 
 @pytest.mark.parametrize("name", ["temprature", "x" * 500, "__class__", ""])
@@ -117,6 +152,8 @@ def test_the_parameters_of_one_path_are_unknown_to_the_other() -> None:
         chat(prompt="x")
     with pytest.raises(UnsupportedParameter, match="'messages'"):
         completion(messages=HELLO)
+    with pytest.raises(UnsupportedParameter, match="'top_logprobs'"):
+        completion(top_logprobs=1)
     with pytest.raises(UnsupportedParameter, match="'max_completion_tokens'"):
         completion(max_completion_tokens=5)
 

@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two servers of one slot; an answer takes some seconds."""
     directory = tmp_path_factory.mktemp("moves")
     options = ("--servers", "2", "--slots", "1", "--engine", "echo", "--pool-mib", "256")
-    settings = ("--set", "WB_KEEP_ALIVE_S=600", "--set", "WB_ECHO_DECODE_S=0.02")
+    settings = ("--set", "WB_KEEP_ALIVE_S=600", "--set", "WB_ECHO_DECODE_S=0.04")
     with running_cluster(directory / "cluster", *options, *settings) as running:
         source = make_checkpoint(directory / "source", 1, padding_bytes=2_000_000)
         whimbrel("deploy", MODEL, "--source", str(source), "--url", running.url, "--keep-alive", "600")

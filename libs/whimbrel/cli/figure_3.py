@@ -20,9 +20,9 @@ POLICIES = ("availability", "locality", "preemption", "migration")
 MODEL_A, MODEL_B = "smollm2-135m", "random-360m"
 QUESTION_A = "Tell me a long story about a bird that flies over the sea."
 QUESTION_B = "What is a whimbrel?"
-TOKENS_A, TOKENS_B = 160, 8
-# B comes when A has said so much.
-ASKED_AT = 40
+TOKENS_A, TOKENS_B = 180, 8
+# B comes when A has said so much: with preemption, nobody is stopped in the first two seconds.
+ASKED_AT = 70
 PREFETCH_S_MAX = 60.0
 # Nobody is asked twice in that time, so each begins cold.
 KEEP_ALIVE_S = 0.5

@@ -159,7 +159,8 @@ def migration_sentence(migration: dict[str, Any]) -> str:
     model, server = migration["model"], migration["destination_server_id"]
     match migration["state"]:
         case "finished":
-            told = f"{model} has moved to {server} in {migration['rounds']} rounds, {migration['sent_tokens']} tokens"
+            rounds = "1 round" if migration["rounds"] == 1 else f"{migration['rounds']} rounds"
+            told = f"{model} has moved to {server} in {rounds}, {migration['sent_tokens']} tokens"
         case "abandoned":
             told = f"{model} stays where it is: {migration['end']}"
         case "requeued":

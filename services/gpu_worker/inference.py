@@ -74,6 +74,7 @@ class Inference:
         self._requests = Requests(active_max=config.requests_max, queue=f"worker {config.server_id}/{config.slot}")
         self._arrived = asyncio.Event()
         self._turn: _Turn | None = None
+        self._steps = 0
         self.migrating = Migrating(
             config, bus, self._requests, tell=tell, on_stop=self._arrived.set, on_change=on_change
         )
@@ -124,7 +125,7 @@ class Inference:
         InvalidRequest."""
         position, is_more = message.position, True
         while is_more:
-            entry, router_id = self._requests.resend(message.request_id, message.epoch, position)
+            entry, router_id = self._requests.resend(message.request_id, message.epoch, position, steps=self._steps)
             if entry is None:
                 return
             await self._publish(router_id, entry)
@@ -151,9 +152,11 @@ class Inference:
             elif turn is not None and not (is_resumption_next and resumption is not None):
                 is_resumption_next = True
                 await self._take_step(turn)
+                self._steps += 1
             elif resumption is not None:
                 is_resumption_next = False
                 await self.resuming.compute(resumption, PREFILL_TOKENS_MAX)
+                self._steps += 1
             else:
                 self._arrived.clear()
                 await self._arrived.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from whimbrel.wire.errors import Cancelled, WhimbrelError
 
 from services.router.core.openai import Usage
 from services.router.core.requests import Limits
-from services.router.outputs import Begun, Item, Text
+from services.router.outputs import Begun, Item
 from services.router.specification import Specification
 from services.router.streams import Stream
 
@@ -56,8 +55,6 @@ class Choices:
                     item = stream.next()
                     if isinstance(item, Begun):
                         self.begun = self.begun or item
-                    if isinstance(item, Text):
-                        self._note_company(stream)
                     if item is not None:
                         is_news = True
                         yield index, item
@@ -74,10 +71,3 @@ class Choices:
             for stream in left.values():
                 stream.leave()
             await self._dispatch.remove(left.values())
-
-    def _note_company(self, stream: Stream) -> None:
-        """A worker may compute one after the other, so that the last waits for all the others."""
-        route, now = stream.request.route, time.monotonic()
-        for other in self._streams:
-            if other is not stream and route is not None:
-                other.request.on_company(route.instance_id, now)

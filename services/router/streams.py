@@ -116,6 +116,8 @@ class Stream:
         metrics.ENTRIES.labels(verdict).inc()
         if verdict is Verdict.GAP:
             self._resend_soon(now)
+        elif verdict is Verdict.BUSY:
+            self.request.on_busy(now)
         elif verdict is Verdict.ACCEPTED:
             self._mark_accepted()
             if self.progress.position > position:

@@ -106,6 +106,8 @@ class TextStream:
         self._base = self._decode(prompt_tail)
         self._stream = DecodeStream(ids=list(prompt_tail), skip_special_tokens=True)
         self._pending: list[int] = []
+        # So many of the first pending tokens have no text of their own, as special ones.
+        self._silent = 0
         self._texts: list[str] = []
 
     def step(self, token: int) -> str:
@@ -116,9 +118,14 @@ class TextStream:
             text = self._stream.step(self._tokenizer, token)
         except Exception:  # the library has no class for it: bytes that turned out to be no UTF-8 after all
             return self._give_up()
-        if text is None and len(self._pending) >= PENDING_TOKENS_MAX and self._is_broken():
+        if text is not None:
+            return self._say(text)
+        said = self._decode(self._pending)
+        if not said:
+            self._silent = len(self._pending)
+        elif len(self._pending) - self._silent >= PENDING_TOKENS_MAX and said.endswith(_REPLACEMENT):
             return self._give_up()
-        return "" if text is None else self._say(text)
+        return ""
 
     def flush(self) -> str:
         """What the end of the output leaves incomplete, as replacement characters."""
@@ -127,10 +134,6 @@ class TextStream:
         whole, said = self._decode(self._tokens), self._base + "".join(self._texts)
         return self._say(whole[len(said) :] if whole.startswith(said) else self._decode(self._pending))
 
-    def _is_broken(self) -> bool:
-        """Tokens without any text (special ones) may pend for long; characters may not."""
-        return self._decode(self._pending).endswith(_REPLACEMENT)
-
     def _give_up(self) -> str:
         text = self._decode(self._pending)
         self._stream = DecodeStream(skip_special_tokens=True)
@@ -138,6 +141,7 @@ class TextStream:
 
     def _say(self, text: str) -> str:
         self._pending.clear()
+        self._silent = 0
         self._texts.append(text)
         return text
 

@@ -122,10 +122,12 @@ class Requests:
             self._end(sequence, now, FinishReason.MOVED, moved(sequence))
         return ended
 
-    def resend(self, request_id: str, epoch: int, position: int) -> tuple[TokenEntry | None, str]:
-        """What a request has from `position` on, None when that is nothing yet; and the router it is for.
+    def resend(self, request_id: str, epoch: int, position: int, *, steps: int = 0) -> tuple[TokenEntry | None, str]:
+        """What a request has from `position` on; and the router it is for.
 
-        Raises InferenceLost for a request that is not known here, StaleEpoch, InvalidRequest.
+        When that is nothing yet, an empty entry says that the engine is at work, on this request or on one before it:
+        that its `steps`, counted up, are more than when this was asked last. None when they are not. Raises
+        InferenceLost for a request that is not known here, StaleEpoch, InvalidRequest.
         """
         sequence = self._by_id.get(request_id)
         if sequence is None or epoch > sequence.epoch:
@@ -133,7 +135,8 @@ class Requests:
         if epoch < sequence.epoch:
             raise StaleEpoch(epoch=epoch, current_epoch=sequence.epoch)
         entry = sequence.entry(position)
-        is_news = bool(entry.tokens) or entry.finish_reason is not None
+        is_news = bool(entry.tokens) or entry.finish_reason is not None or steps != sequence.steps_told
+        sequence.steps_told = steps
         return entry if is_news else None, sequence.request.router_id
 
     def expire(self, now: float) -> None:

@@ -33,6 +33,8 @@ class Sequence:
         # So many of its first tokens were computed here before it started, while it ran elsewhere.
         self.computed = 0
         self.finished_at: float | None = None
+        # How many steps the engine had made when its router asked for news last.
+        self.steps_told = 0
         self._stop_tokens = frozenset(request.stop_tokens)
         self._first_position = len(tokens) - request.prompt_tokens
         self._logprobs = bytearray()

@@ -23,6 +23,7 @@ class Verdict(StrEnum):
     ACCEPTED = auto()
     DUPLICATE = auto()
     GAP = auto()
+    BUSY = auto()  # no token, no end: only that the worker is at work
     OLD_EPOCH = auto()
 
 
@@ -111,7 +112,7 @@ class Progress:
         fresh = tokens[known:]
         is_last = entry.finish_reason is not None and entry.position + len(tokens) >= self.position
         if not fresh and not is_last:
-            return Verdict.DUPLICATE
+            return Verdict.DUPLICATE if tokens or entry.finish_reason is not None else Verdict.BUSY
         self._note_times(entry, now)
         if fresh:
             self._take(fresh, now)

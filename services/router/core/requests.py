@@ -119,7 +119,7 @@ class Request:
         self._token_at = now
         self._started_at = now
         self._forgiven_at = now
-        self._company_at = now
+        self._busy_at = now
 
     @property
     def is_over(self) -> bool:
@@ -267,29 +267,26 @@ class Request:
         """We were the ones who could not hear: no worker stands still because of that."""
         self._forgiven_at = now
 
-    def on_company(self, instance_id: str, now: float) -> None:
-        """Another choice of the same request got tokens at this instance: one that waits behind it there is neither
-        cold nor stalled."""
-        if self.route is not None and self.route.instance_id == instance_id:
-            self._company_at = now
+    def on_busy(self, now: float) -> None:
+        """Its worker has no token yet but computes: this one's prompt, or others' answers. It is neither cold nor
+        stalled."""
+        self._busy_at = now
 
     def due(self, now: float) -> Due | WhimbrelError | None:
         """What is to be done now: place, ask for a resend or fail over, or the error of the limit that has passed."""
         match self.state:
             case RequestState.WAITING:
                 return self._waiting_error(now) or self._place_due(now)
-            case RequestState.STARTING if now - max(self.created_at, self._company_at) >= self.limits.cold_start_s:
+            case RequestState.STARTING if now - max(self.created_at, self._busy_at) >= self.limits.cold_start_s:
                 return self._cold_start_timeout("first token", now)
             case RequestState.STREAMING if now - self._token_at >= self.limits.idle_s:
                 return RequestTimeout(waited_s=now - self._token_at)
             case RequestState.STREAMING if self.may_fail_over and self._is_stalled(now, self._token_at):
                 return Due.FAIL_OVER
-            case RequestState.SWITCHING if now - max(self.waiting_since, self._company_at) >= self.limits.cold_start_s:
+            case RequestState.SWITCHING if now - max(self.waiting_since, self._busy_at) >= self.limits.cold_start_s:
                 return self._switch_error(now)
             case RequestState.SWITCHING if (
-                self.is_running
-                and self.may_fail_over
-                and self._is_stalled(now, max(self._started_at, self._company_at))
+                self.is_running and self.may_fail_over and self._is_stalled(now, max(self._started_at, self._busy_at))
             ):
                 return Due.FAIL_OVER
         if self.is_waiting:

@@ -225,6 +225,24 @@ async def test_lost_tokens_are_said_again_from_any_position(lender: Lender, mode
             assert entry.finish_reason is FinishReason.STOP
 
 
+async def test_a_router_that_asks_for_a_request_behind_another_one_hears_that_the_worker_is_at_work(
+    lender: Lender, model: TinyModel
+) -> None:
+    engine = SteppedEngine()
+    async with a_worker(lender, model, engine) as outside:
+        await outside.load()
+        await outside.ask(long_request())
+        await outside.ask(long_request("req-2"))
+        for count in range(1, 4):
+            engine.allow(1)
+            await outside.until(lambda count=count: steps(outside) >= count)
+            await outside.ask(ResendTokens(request_id="req-2", epoch=1, position=0))
+            await outside.until(lambda count=count: len(outside.entries("req-2")) == count)
+        await outside.ask(ResendTokens(request_id="req-2", epoch=1, position=0))
+        assert [entry.tokens for entry in outside.entries("req-2")] == [b""] * 3, "without a step it says nothing"
+        engine.allow(100)
+
+
 async def test_tokens_of_an_unknown_request_are_lost_and_not_waited_for(lender: Lender, model: TinyModel) -> None:
     async with a_worker(lender, model) as outside:
         with pytest.raises(InferenceLost, match="after 3 tokens"):

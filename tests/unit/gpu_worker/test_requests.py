@@ -128,6 +128,17 @@ def test_a_router_that_started_anew_keeps_the_requests_of_its_new_life() -> None
     assert [sequence.request_id for sequence in requests.abort_router("router-a", 1.0, epoch=11)] == ["a"]
 
 
+def test_who_asks_for_a_request_that_waits_hears_that_the_engine_is_at_work_as_long_as_it_is() -> None:
+    """It may wait for minutes behind a long answer; behind an engine that hangs it waits in vain."""
+    requests = some_requests("a", "b")
+    assert requests.next(0.0) is not None
+    for steps, is_busy in ((0, False), (3, True), (3, False), (4, True), (4, False)):
+        entry, _ = requests.resend("b", 1, 0, steps=steps)
+        assert (entry is not None) == is_busy
+        if entry is not None:
+            assert (entry.tokens, entry.finish_reason) == (b"", None)
+
+
 def test_tokens_are_sent_again_while_the_request_runs_and_after_its_end() -> None:
     requests = some_requests("a")
     running = requests.next(0.0)

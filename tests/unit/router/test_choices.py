@@ -20,6 +20,7 @@ from whimbrel.wire.messages import (
     InferenceStarted,
     PlaceModel,
     StartInference,
+    TokenEntry,
 )
 
 from tests.unit.router.conftest import ANSWER, Bench, MakeBench
@@ -148,6 +149,11 @@ async def test_a_choice_that_ends_early_is_over_before_the_others(bench: Bench) 
     assert first.duration_s < 0.25 < second.duration_s <= took_s
 
 
+def a_sign(start: StartInference) -> TokenEntry:
+    """What a worker says of a request that waits its turn."""
+    return TokenEntry(request_id=start.request_id, epoch=start.epoch, position=0, tokens=b"")
+
+
 async def test_a_choice_has_no_cold_start_while_another_has_its_turn(make_bench: MakeBench) -> None:
     """A worker computes one after the other: the second may wait longer for the first than for any load."""
     async with make_bench(cold_start_s_max=0.6) as bench:
@@ -158,6 +164,7 @@ async def test_a_choice_has_no_cold_start_while_another_has_its_turn(make_bench:
             first, second = await bench.worker.heard.wait(StartInference, 2)
             for frame in bench.worker.frames(first, 0):
                 await bench.worker.send(first, frame.entries[0])
+                await bench.worker.send(second, a_sign(second))
                 await asyncio.sleep(0.1)
             await bench.worker.say(second, 0)
         assert [choice["message"]["content"] for choice in asking.result().json()["choices"]] == [ANSWER] * 2

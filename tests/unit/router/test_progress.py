@@ -40,7 +40,7 @@ def a_progress(tokens: list[int] | None = None) -> Progress:
         (an_entry(3, [4]), Verdict.GAP, [1, 2]),
         (an_entry(2, [3], epoch=0), Verdict.OLD_EPOCH, [1, 2]),
         (an_entry(9, [3], epoch=0), Verdict.OLD_EPOCH, [1, 2]),
-        (an_entry(2, []), Verdict.DUPLICATE, [1, 2]),
+        (an_entry(2, []), Verdict.BUSY, [1, 2]),
     ],
     ids=["next", "repeated", "tail repeated", "overlapping", "gap", "old epoch", "old epoch with gap", "empty"],
 )

@@ -154,27 +154,21 @@ def test_a_request_that_was_started_but_never_speaks_hits_the_cold_start_limit()
     assert isinstance(request.due(LIMITS.cold_start_s), ColdStartTimeout)
 
 
-def test_one_that_waits_behind_another_choice_of_its_request_is_neither_cold_nor_stalled() -> None:
-    """Each of them may take long on a worker that computes one after the other."""
+def test_one_whose_worker_is_at_work_is_neither_cold_nor_stalled() -> None:
+    """It may compute a long prompt, or wait behind others on a worker that computes one after the other."""
     queued = a_request(RequestState.STARTING)
-    queued.on_company(ROUTE.instance_id, 80.0)
+    queued.on_busy(80.0)
     assert queued.due(LIMITS.cold_start_s) is Due.RESEND
     assert isinstance(queued.due(80.0 + LIMITS.cold_start_s), ColdStartTimeout)
     moved = a_request_after((*STREAMED, RequestEvent.HANDED_OVER, RequestEvent.ROUTE_CHOSEN), RequestState.SWITCHING)
-    moved.on_company(moved.route.instance_id, 99.0)  # type: ignore[union-attr]
+    moved.on_busy(99.0)
     assert moved.due(LIMITS.cold_start_s) is Due.RESEND
     assert moved.due(99.0 + START_STALLED_TIMES * LIMITS.stalled_s) is Due.FAIL_OVER
 
 
-def test_company_elsewhere_does_not_count() -> None:
-    queued = a_request(RequestState.STARTING)
-    queued.on_company("instance-9", 80.0)
-    assert isinstance(queued.due(LIMITS.cold_start_s), ColdStartTimeout)
-
-
-def test_a_stream_that_stands_still_has_no_excuse_in_another_choice() -> None:
+def test_a_stream_that_stands_still_has_no_excuse_in_a_worker_that_is_at_work() -> None:
     streaming = a_request(RequestState.STREAMING)
-    streaming.on_company(ROUTE.instance_id, 4.0)
+    streaming.on_busy(4.0)
     assert streaming.due(LIMITS.stalled_s) is Due.FAIL_OVER
 
 

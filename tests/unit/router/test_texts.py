@@ -76,6 +76,13 @@ def test_any_tokens_at_all_give_text_and_never_an_error(tokenizer: Tokenizer, da
     assert again == pieces
 
 
+@pytest.mark.parametrize("count", [1, 6, 7, 8, 20])
+def test_special_tokens_before_a_split_character_do_not_break_it(count: int) -> None:
+    """Found by the test above: they pend with it, and a character may pend for eight tokens only."""
+    tokens = [BYTE_LEVEL.token_to_id("<|endoftext|>")] * count + BYTE_LEVEL.encode("👩", add_special_tokens=False).ids
+    assert "".join(stream_of(BYTE_LEVEL, tokens)) == "👩"
+
+
 def test_bytes_that_never_become_a_character_do_not_hold_the_text_back() -> None:
     lone = BYTE_FALLBACK.token_to_id("<0xF0>")
     stream = TextStream(BYTE_FALLBACK, [])

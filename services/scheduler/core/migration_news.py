@@ -33,7 +33,7 @@ def on_round_completed(step: Step, message: RoundCompleted, reply_to: str | None
         round=message.round,
         gap_tokens=message.gap_tokens,
         before_tokens=before_tokens,
-        known=step.cluster.resume_record(source),
+        known=step.cluster.resume_record(step.cluster.instances.get(record.destination_instance_id, source)),
     )
     match following:
         case AfterRound.GIVE_UP:

@@ -218,7 +218,7 @@ def _is_stalled(step: Step, migration: Migration) -> bool:
     source = step.cluster.instances.get(migration.record.source_instance_id)
     round_s = migration.resume_s
     if migration.record.rounds and source is not None:
-        known = step.cluster.resume_record(source)
+        known = step.cluster.resume_record(step.cluster.instances.get(migration.record.destination_instance_id, source))
         round_s = known.seconds_per_token * migration.record.gap_tokens + known.overhead_s
     return step.now - migration.progress_s >= max(step.settings.migration_stall_s, ROUND_TIMES * round_s)
 
@@ -231,7 +231,8 @@ def _resume(step: Step, migration: Migration) -> None:
     source = step.cluster.instances[record.source_instance_id]
     if source.active:
         # It has gone on since it was decided.
-        migration.resume_s = sights.resume_now(step.cluster, source).seconds(step.now)
+        there = step.cluster.instances.get(record.destination_instance_id, source)
+        migration.resume_s = sights.resume_now(source, step.cluster.resume_record(there)).seconds(step.now)
     source.is_closed = True
     step.send_routers(commands.route_added(source))
     step.cluster.touch(source.record.server_id)

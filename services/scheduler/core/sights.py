@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from whimbrel.wire.messages import Tier
-from whimbrel.wire.records import InstanceState
+from whimbrel.wire.records import InstanceState, ResumeRecord
 
 from services.scheduler.core.estimates import PathSpeed, seconds_to_load
 from services.scheduler.core.instances import Instance, Seen
@@ -123,13 +123,12 @@ def _runner(cluster: Cluster, instance: Instance, occupant: Occupant) -> Occupan
         return occupant
     known = cluster.resume_record(instance)
     return msgspec.structs.replace(
-        occupant, resume=resume_now(cluster, instance), pause_s=known.overhead_s + known.token_s
+        occupant, resume=resume_now(instance, known), pause_s=known.overhead_s + known.token_s
     )
 
 
-def resume_now(cluster: Cluster, instance: Instance) -> Resume:
-    """What computing all that runs there again would take, as its routers said last."""
-    known = cluster.resume_record(instance)
+def resume_now(instance: Instance, known: ResumeRecord) -> Resume:
+    """What computing all that runs there again would take, as its routers said last, where `known` is known of it."""
     said_s = max(running.said_s for running in instance.active.values())
     parts = [
         resume_of(

@@ -55,9 +55,9 @@ sanitize: $(STAMP)
 	$(MAKE) -s -j2 -C libs/ckptio/native_tests
 
 # Kills and pauses everything in every state of a migration, and writes docs/chaos.md: some twelve minutes. ONLY and
-# STATES choose by words: make chaos ONLY="worker,redis" STATES="handover,ended".
+# STATES choose by words: make chaos ONLY="worker,redis" STATES="handover,ended". SEED has harms come at random moments.
 chaos: $(STAMP)
-	$(BIN)/python -m tests.chaos --only "$(ONLY)" --states "$(STATES)"
+	$(BIN)/python -m tests.chaos --only "$(ONLY)" --states "$(STATES)" $(if $(SEED),--seed $(SEED))
 
 # FUZZ_SECONDS for each parser that reads what strangers wrote.
 FUZZ_SECONDS ?= 60

@@ -11,13 +11,16 @@ from collections.abc import AsyncIterator
 
 from whimbrel.client import ApiError
 
-from tests.chaos.client import MODEL, Client
+from tests.chaos.client import MODEL, Client, numbered
 from tests.chaos.harms import Harm, aim
 from tests.chaos.matrix import Cell, Result, State, Victim, Way
 from tests.chaos.timeline import ENDS, Timeline
 from tests.chaos.world import AWAY, World, settle
 
-# The answer takes four seconds; what it may lose besides is a pause, a failover after ten silent seconds, and a load.
+# A word takes 0.04 s. Where the answer goes on through the harm it takes longer, so that there is something left to
+# move afterwards.
+WORDS, WORDS_THROUGH_A_HARM = 80, 130
+# What it may lose besides is a pause, a failover after ten silent seconds, and a load.
 STREAM_S_MAX = 40.0
 # A migration in which nothing moves is given up after ten seconds, or two of these when its leader changes.
 MIGRATION_S_MAX = 25.0
@@ -27,16 +30,23 @@ REST_S_MAX = 30.0
 STATE_S_MAX = 15.0
 QUEUED_PROMPT = "the one that waits for its turn"
 LAST_PROMPT = "and one more"
+# Without these no token reaches the client.
+STOPPERS = (Victim.SOURCE_WORKER, Victim.ROUTER, Victim.CONNECTION)
+# Killed and soon there again, these are to cost a migration time, and not its end.
+AIDES = (Victim.SOURCE_AGENT, Victim.DESTINATION_AGENT, Victim.LEADER, Victim.NATS, Victim.REDIS)
 
 
 class NotReached(Exception):
     """The cell could not be set up."""
 
 
-async def run_cell(world: World, cell: Cell) -> Result:
+async def run_cell(world: World, cell: Cell, *, late_s: float = 0.0) -> Result:
+    """The harm comes `late_s` after the news of the state."""
     began_s = time.monotonic()
-    client, queued = Client(world.url).start(), Client(world.url, QUEUED_PROMPT)
-    attempt = _Attempt(world, cell, client, queued)
+    is_flowing = cell.state is not State.ENDED and cell.victim not in STOPPERS
+    client = Client(world.url, numbered(WORDS_THROUGH_A_HARM if is_flowing else WORDS)).start()
+    queued = Client(world.url, QUEUED_PROMPT)
+    attempt = _Attempt(world, cell, client, queued, late_s)
     try:
         await attempt.run()
     except (*AWAY, NotReached, RuntimeError) as error:
@@ -48,6 +58,7 @@ async def run_cell(world: World, cell: Cell) -> Result:
         struck=attempt.struck,
         end=attempt.end,
         cause=attempt.cause,
+        end_s=attempt.end_s,
         longest_pause_s=client.longest_pause_s,
         is_cut_short=client.is_cut_short,
         seconds=time.monotonic() - began_s,
@@ -58,14 +69,16 @@ async def run_cell(world: World, cell: Cell) -> Result:
 class _Attempt:
     """`client` runs while the migration goes on, `queued` waits on the same instance for its turn."""
 
-    def __init__(self, world: World, cell: Cell, client: Client, queued: Client) -> None:
+    def __init__(self, world: World, cell: Cell, client: Client, queued: Client, late_s: float) -> None:
         self.faults: list[str] = []
         self.struck = ""
         self.end = self.cause = ""
+        self.end_s = 0.0
         self._world = world
         self._cell = cell
         self._client = client
         self._queued = queued
+        self._late_s = late_s
         self._migration_id = ""
         self._struck_s = 0.0
 
@@ -90,6 +103,7 @@ class _Attempt:
 
     async def _strike(self, harm: Harm) -> None:
         async with self._in_state(harm):
+            await asyncio.sleep(self._late_s)
             if self._cell.way is Way.CUT:
                 assert self._world.proxy is not None
                 await self._world.proxy.go_away()
@@ -147,6 +161,9 @@ class _Attempt:
         assert self._world.watch is not None
         await self._world.watch.read_back(self._migration_id)
         self.end, self.cause = self._timeline.end or "over", self._timeline.cause
+        if self._cell.victim in AIDES and self._cell.way is Way.KILL and self.end not in ("finished", "over"):
+            self.faults.append(f"the migration was {self.end} for that: {self.cause}")
+        self.end_s = max(0.0, self._timeline.entered.get(self.end, time.time()) - self._struck_s)
         self.struck = self._timeline.state_at(self._struck_s)
 
     async def _live_state(self) -> str:

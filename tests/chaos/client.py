@@ -10,17 +10,20 @@ from typing import Self
 import httpx
 
 MODEL = "alpha"
-# Numbered, so that a token that is lost, doubled or out of its place changes the text; the byte tokenizer cuts through
-# the birds.
-PROMPT = " ".join(f"{number:03d}" + "🐦" * (number % 20 == 0) for number in range(100))
 FIRST_TEXT_S_MAX = 45.0
 READ_S_MAX = 90.0
+
+
+def numbered(words: int) -> str:
+    """A text of some four tokens a word, in which a token that is lost, doubled or out of its place shows; the byte
+    tokenizer cuts through its birds."""
+    return " ".join(f"{number:03d}" + "🐦" * (number % 20 == 0) for number in range(words))
 
 
 class Client:
     """One streamed completion. `error` is what the router said, `cut` how the connection ended without a word."""
 
-    def __init__(self, url: str, prompt: str = PROMPT) -> None:
+    def __init__(self, url: str, prompt: str) -> None:
         self.prompt = prompt
         self.text = ""
         self.finish_reason: str | None = None

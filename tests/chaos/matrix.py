@@ -46,13 +46,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one cell gave. `struck` names the state in which the harm really came, `end` how the migration ended, and
-    `cause` why, if it was given up; the cell passed when there are no `faults`."""
+    """What one cell gave. `struck` names the state in which the harm really came, `end` how the migration ended,
+    `cause` why, if it was given up, and `end_s` how long after the harm; no `faults` is what it takes to pass."""
 
     cell: Cell
     struck: str = ""
     end: str = ""
     cause: str = ""
+    end_s: float = 0.0
     longest_pause_s: float = 0.0
     is_cut_short: bool = False
     seconds: float = 0.0

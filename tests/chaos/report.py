@@ -13,7 +13,7 @@ from tests.chaos.matrix import HARMS, Cell, Result, State, Victim, Way
 HEAD = f"""# Chaos
 
 Written by `make chaos`, which takes some twelve minutes; never by hand. `make chaos ONLY="worker,redis"` runs some
-victims, `STATES="handover"` some states, and writes nothing.
+victims, `STATES="handover"` some states, `SEED=7` lets harms come somewhat later in each state; those write nothing.
 
 On a cluster of real processes (two servers of one slot, two schedulers, one router, the echo engine) an answer is
 streamed that is its own prompt, its instance is moved, and when the migration says that it is in a state, one victim
@@ -22,8 +22,9 @@ router's connection to NATS is cut and refused for that long.
 
 A cell names the end of the migration and the longest time between two pieces of the answer that the client saw. It has
 passed when the client got the whole text, every token once and in order (*cut*: its router died, and the connection
-ended with it), another one that waited for its turn on the same instance did so, too, the migration came to an end, a
-new request was served, and nothing was left: no request, no instance, no lease, everybody alive.
+ended with it), another one that waited for its turn on the same instance did so, too, the migration came to an end
+(*finished*, where an agent, the leader, NATS or Redis was killed), a new request was served, and nothing was left: no
+request, no instance, no lease, everybody alive.
 
 A handover lasts milliseconds, so for those cells the router is stopped from the state before until the harm has begun:
 some tenths of a second of the pause are that. *In …* says in which state the harm really came, by the times of the
@@ -96,7 +97,7 @@ def _totals(results: Sequence[Result], planned: int) -> list[str]:
     ends = ", ".join(f"{count} {end or 'unknown'}" for end, count in Counter(r.end for r in results).most_common())
     lines = [
         f"{planned} cells, {len(results)} run, {passed} passed, in {sum(r.seconds for r in results) / 60:.0f} minutes.",
-        f"Migrations: {ends}.",
+        f"Migrations: {ends}; the last one ended {max((r.end_s for r in results), default=0.0):.1f} s after the harm.",
     ]
     for way in Way:
         pauses = sorted(r.longest_pause_s for r in results if r.cell.way is way and not _is_held(r))

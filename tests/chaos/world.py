@@ -26,8 +26,8 @@ from tests.support.faulty_proxy import FaultyProxy
 POOL_BYTES = 256 * 1024 * 1024
 # From the SSD, some hundred milliseconds.
 MODEL_BYTES = 150_000_000
-# An answer takes some four seconds, a load and the computing of all tokens again half a second or more each: long
-# beside the time that a harm needs to come after the news it waits for.
+# A load and the computing of all tokens again take half a second or more each: long beside the time that a harm needs
+# to come after the news it waits for.
 SETTINGS = {
     "WB_ECHO_LOAD_S": "0.6",
     "WB_ECHO_PREFILL_S_PER_TOKEN": "0.0015",

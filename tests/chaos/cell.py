@@ -30,8 +30,6 @@ REST_S_MAX = 30.0
 STATE_S_MAX = 15.0
 QUEUED_PROMPT = "the one that waits for its turn"
 LAST_PROMPT = "and one more"
-# Without these no token reaches the client.
-STOPPERS = (Victim.SOURCE_WORKER, Victim.ROUTER, Victim.CONNECTION)
 # Killed and soon there again, these are to cost a migration time, and not its end.
 AIDES = (Victim.SOURCE_AGENT, Victim.DESTINATION_AGENT, Victim.LEADER, Victim.NATS, Victim.REDIS)
 
@@ -43,7 +41,7 @@ class NotReached(Exception):
 async def run_cell(world: World, cell: Cell, *, late_s: float = 0.0) -> Result:
     """The harm comes `late_s` after the news of the state."""
     began_s = time.monotonic()
-    is_flowing = cell.state is not State.ENDED and cell.victim not in STOPPERS
+    is_flowing = cell.state is not State.ENDED and cell.victim is not Victim.SOURCE_WORKER
     client = Client(world.url, numbered(WORDS_THROUGH_A_HARM if is_flowing else WORDS)).start()
     queued = Client(world.url, QUEUED_PROMPT)
     attempt = _Attempt(world, cell, client, queued, late_s)
@@ -104,11 +102,8 @@ class _Attempt:
     async def _strike(self, harm: Harm) -> None:
         async with self._in_state(harm):
             await asyncio.sleep(self._late_s)
-            if self._cell.way is Way.CUT:
-                assert self._world.proxy is not None
-                await self._world.proxy.go_away()
-            harm.begin()
             self._struck_s = time.time()
+            await harm.begin()
         await harm.rest()
 
     @contextlib.asynccontextmanager
@@ -126,9 +121,10 @@ class _Attempt:
             await self._until((State.HANDOVER,))
             yield
         finally:
-            is_held_on = harm.process == "router" and self._cell.way is Way.PAUSE
-            if not is_held_on:
-                os.kill(router, signal.SIGCONT)
+            is_paused_itself = harm.process == "router" and harm.way is Way.PAUSE
+            if not is_paused_itself:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(router, signal.SIGCONT)
 
     async def _until(self, states: tuple[str, ...]) -> None:
         assert self._world.watch is not None

@@ -23,12 +23,15 @@ class Harm:
     way: Way
     process: str
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         match self.way:
             case Way.KILL:
                 os.kill(self.world.pid(self.process), signal.SIGKILL)
             case Way.PAUSE:
                 os.kill(self.world.pid(self.process), signal.SIGSTOP)
+            case Way.CUT:
+                assert self.world.proxy is not None
+                await self.world.proxy.go_away()
 
     async def rest(self) -> None:
         """What follows the beginning; returns when the harm is over."""

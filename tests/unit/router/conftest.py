@@ -81,6 +81,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "HEADERS_HELD_S", 0.2)
     monkeypatch.setattr(dispatch, "HEARTBEAT_S", 0.2)
     monkeypatch.setattr(dispatch, "TICK_S", 0.02)
+    monkeypatch.setattr(dispatch, "STALLED_S", 0.2)
 
 
 @pytest.fixture(scope="session")

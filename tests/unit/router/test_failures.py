@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Callable
 
 import httpx
@@ -214,6 +215,18 @@ async def test_a_silent_worker_is_given_up(quick: None, bench: Bench) -> None:
         bench.worker.is_mute = True
     assert error_of(asking.result()) == (503, "inference_lost")
     assert "silent" in asking.result().json()["error"]["message"]
+
+
+async def test_no_worker_is_given_up_because_the_router_itself_stood_still(quick: None, bench: Bench) -> None:
+    await bench.scheduler.add_route(a_route("tiny"))
+    bench.worker.frames_before_hold = 2
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(bench.post(failover=False))
+        await bench.worker.heard.wait(StartInference)
+        time.sleep(1.0)  # noqa: ASYNC251 (nobody here runs meanwhile, as when the process is stopped)
+        await asyncio.sleep(0.1)
+        await bench.worker.release()
+    assert asking.result().status_code == 200
 
 
 async def test_a_request_that_keeps_losing_its_instance_ends(bench: Bench) -> None:

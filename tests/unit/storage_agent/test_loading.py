@@ -471,6 +471,24 @@ async def test_a_worker_that_does_not_answer_ends_the_load_and_its_bytes_stay_as
         assert (await agent.load("m", digest)).source_tier is Tier.DRAM
 
 
+async def test_a_load_waits_for_seconds_at_most_when_the_bus_has_lost_what_it_asked_its_worker(home: Path) -> None:
+    config = a_config(home, attach_s_max=30.0)
+    digest = publish(config, "m")
+    async with an_agent(config) as agent:
+        asked: list[str] = []
+
+        async def lose_the_first(received: Received) -> None:
+            asked.append(type(received.message).__name__)
+            if len(asked) > 1:
+                await agent.peer._on_command(received)
+
+        await agent.bus.subscribe(agent.bus.subjects.all_to_worker(SERVER, 7), lose_the_first)
+        agent.peer.slot = 7
+        async with asyncio.timeout(5.0):
+            await agent.load("m", digest)
+        assert asked == ["AttachInstance", "AttachInstance", "ActivateInstance"]
+
+
 async def test_a_worker_that_comes_back_in_time_is_attached(home: Path) -> None:
     config = a_config(home)
     digest = publish(config, "m")

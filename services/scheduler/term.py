@@ -159,10 +159,12 @@ class Term:
             log.warning("message_not_sent", to=str(outgoing.to), type=type(message).__name__, reason=str(error))
 
     async def _tick(self) -> None:
+        """While NATS is away no time passes: nobody is lost because we can't hear. The step that follows comes late,
+        and so everybody has the full time again."""
         while True:
             await asyncio.sleep(TICK_S)
             metrics.observe_cluster(self.controller.cluster)
-            if not self._is_tick_waiting:
+            if not self._is_tick_waiting and self._bus.is_connected:
                 self._is_tick_waiting = True
                 await self._put(Tick())
 

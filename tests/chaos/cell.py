@@ -30,7 +30,8 @@ REST_S_MAX = 30.0
 STATE_S_MAX = 15.0
 QUEUED_PROMPT = "the one that waits for its turn"
 LAST_PROMPT = "and one more"
-# Killed and soon there again, these are to cost a migration time, and not its end.
+# Killed and soon there again, these are to cost a migration time, and not its end; NATS also when it stands still: who
+# can't hear takes nobody for lost.
 AIDES = (Victim.SOURCE_AGENT, Victim.DESTINATION_AGENT, Victim.LEADER, Victim.NATS, Victim.REDIS)
 
 
@@ -157,7 +158,8 @@ class _Attempt:
         assert self._world.watch is not None
         await self._world.watch.read_back(self._migration_id)
         self.end, self.cause = self._timeline.end or "over", self._timeline.cause
-        if self._cell.victim in AIDES and self._cell.way is Way.KILL and self.end not in ("finished", "over"):
+        is_to_go_on = (self._cell.victim in AIDES and self._cell.way is Way.KILL) or self._cell.victim is Victim.NATS
+        if is_to_go_on and self.end not in ("finished", "over"):
             self.faults.append(f"the migration was {self.end} for that: {self.cause}")
         self.end_s = max(0.0, self._timeline.entered.get(self.end, time.time()) - self._struck_s)
         self.struck = self._timeline.state_at(self._struck_s)

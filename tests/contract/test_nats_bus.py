@@ -15,6 +15,7 @@ from whimbrel.chassis import nats_client, nats_connection
 from whimbrel.chassis.bus import NatsBus, Received
 from whimbrel.chassis.config import ConfigError
 from whimbrel.chassis.event_publisher import EVENTS_LOST, EVENTS_QUEUED_MAX
+from whimbrel.chassis.heartbeat import HEARTBEAT_S, HEARTBEATS_MISSED_MAX
 from whimbrel.chassis.nats_connection import SLOW_CONSUMER_DROPS
 from whimbrel.chassis.servers import NatsServer
 from whimbrel.wire.errors import PayloadTooLarge, Unavailable
@@ -154,6 +155,12 @@ async def test_a_flush_that_was_given_up_does_not_make_the_bus_deaf(
     await bus.publish("news", CancelLoad(task_id="1"))
 
     assert await ear.until(1) == ["1"]
+
+
+def test_a_dead_connection_is_noticed_before_anybody_has_missed_three_heartbeats() -> None:
+    """Else everybody would take everybody for lost."""
+    noticed_s = nats_client.PING_S * (nats_client.PINGS_UNANSWERED_MAX + 1)
+    assert HEARTBEAT_S + noticed_s < HEARTBEATS_MISSED_MAX * HEARTBEAT_S
 
 
 async def test_a_connection_to_a_server_that_froze_is_given_up_and_made_again(

@@ -20,6 +20,7 @@ from whimbrel.wire.messages import (
     GetModels,
     GetModelsReply,
     GetRoutes,
+    GetRoutesReply,
     InferenceFinished,
     InferenceStarted,
     InstanceBecameReady,
@@ -429,6 +430,22 @@ async def test_readiness_is_red_while_the_bus_is_away_or_somebody_waits_too_long
     assert "a request has waited" in (service.readiness() or "")
     stop.set()
     await serving
+
+
+async def test_nobody_is_lost_while_nats_is_away_however_long(bench: Bench) -> None:
+    """It would throw away every loaded model because it could not hear."""
+    lost_after_s = SchedulerConfig().settings().lost_after_s
+    async with bench.scheduler():
+        await bench.peer.beat()
+        await bench.peer.place()
+        load = await bench.peer.hear(LoadModel)
+        assert isinstance(load, LoadModel)
+        await bench.peer.load(load)
+        added = await bench.peer.hear(RouteAdded)
+        bench.hub.go_down()
+        await asyncio.sleep(lost_after_s + 1.0)
+        bench.hub.come_back()
+        assert await bench.peer.ask(GetRoutes(router_id="r0")) == GetRoutesReply(routes=(added,))  # type: ignore[arg-type]
 
 
 async def test_time_that_passes_while_it_stops_is_no_trouble(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

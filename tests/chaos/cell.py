@@ -42,7 +42,7 @@ class NotReached(Exception):
 async def run_cell(world: World, cell: Cell, *, late_s: float = 0.0) -> Result:
     """The harm comes `late_s` after the news of the state."""
     began_s = time.monotonic()
-    is_flowing = cell.state is not State.ENDED and cell.victim is not Victim.SOURCE_WORKER
+    is_flowing = cell.state is not State.ENDED and cell.victim not in (Victim.SOURCE_WORKER, Victim.SOURCE_SERVER)
     client = Client(world.url, numbered(WORDS_THROUGH_A_HARM if is_flowing else WORDS)).start()
     queued = Client(world.url, QUEUED_PROMPT)
     attempt = _Attempt(world, cell, client, queued, late_s)
@@ -122,7 +122,7 @@ class _Attempt:
             await self._until((State.HANDOVER,))
             yield
         finally:
-            is_paused_itself = harm.process == "router" and harm.way is Way.PAUSE
+            is_paused_itself = "router" in harm.processes and harm.way is Way.PAUSE
             if not is_paused_itself:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(router, signal.SIGCONT)

@@ -17,18 +17,18 @@ PAUSE_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """To one process, by its name in the cluster, or to the router's connection."""
+    """To processes, by their names in the cluster, or to the router's connection."""
 
     world: World
     way: Way
-    process: str
+    processes: tuple[str, ...]
 
     async def begin(self) -> None:
         match self.way:
             case Way.KILL:
-                os.kill(self.world.pid(self.process), signal.SIGKILL)
+                self._signal(signal.SIGKILL)
             case Way.PAUSE:
-                os.kill(self.world.pid(self.process), signal.SIGSTOP)
+                self._signal(signal.SIGSTOP)
             case Way.CUT:
                 assert self.world.proxy is not None
                 await self.world.proxy.go_away()
@@ -38,23 +38,28 @@ class Harm:
         match self.way:
             case Way.PAUSE:
                 await asyncio.sleep(PAUSE_S)
-                os.kill(self.world.pid(self.process), signal.SIGCONT)
+                self._signal(signal.SIGCONT)
             case Way.CUT:
                 assert self.world.proxy is not None
                 await asyncio.sleep(PAUSE_S)
                 await self.world.proxy.come()
 
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            os.kill(self.world.pid(process), number)
+
 
 async def aim(world: World, victim: Victim, way: Way, *, source: str, destination: str) -> Harm:
     """The harm, ready to begin."""
-    process = {
-        Victim.SOURCE_WORKER: f"worker-{source}-0",
-        Victim.DESTINATION_WORKER: f"worker-{destination}-0",
-        Victim.SOURCE_AGENT: f"agent-{source}",
-        Victim.DESTINATION_AGENT: f"agent-{destination}",
-        Victim.NATS: "nats-server",
-        Victim.REDIS: "redis-server",
-        Victim.ROUTER: "router",
-        Victim.CONNECTION: "router",
+    processes: dict[Victim, tuple[str, ...]] = {
+        Victim.SOURCE_WORKER: (f"worker-{source}-0",),
+        Victim.DESTINATION_WORKER: (f"worker-{destination}-0",),
+        Victim.SOURCE_AGENT: (f"agent-{source}",),
+        Victim.DESTINATION_AGENT: (f"agent-{destination}",),
+        Victim.SOURCE_SERVER: (f"agent-{source}", f"worker-{source}-0"),
+        Victim.NATS: ("nats-server",),
+        Victim.REDIS: ("redis-server",),
+        Victim.ROUTER: ("router",),
+        Victim.CONNECTION: ("router",),
     }
-    return Harm(world, way, await world.leader() if victim is Victim.LEADER else process[victim])
+    return Harm(world, way, (await world.leader(),) if victim is Victim.LEADER else processes[victim])

@@ -11,6 +11,7 @@ class Victim(StrEnum):
     DESTINATION_WORKER = "destination's worker"
     SOURCE_AGENT = "source's agent"
     DESTINATION_AGENT = "destination's agent"
+    SOURCE_SERVER = "source's server"  # its agent and its worker
     LEADER = "scheduler leader"
     NATS = "NATS"
     REDIS = "Redis"

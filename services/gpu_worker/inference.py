@@ -95,6 +95,7 @@ class Inference:
         if sequence is None:
             return
         log.debug("inference_started", request_id=request.request_id, tokens=len(sequence.tokens))
+        sequence.steps_told = self._steps
         self.resuming.start(sequence)
         if was_active or sequence.is_finished:
             # What was computed for an earlier start of it, or for one that is over already.
@@ -123,14 +124,16 @@ class Inference:
     async def resend(self, message: ResendTokens) -> None:
         """Say everything from a position on again, in as many entries as it takes. Raises InferenceLost, StaleEpoch,
         InvalidRequest."""
-        position, is_more = message.position, True
-        while is_more:
+        end, position = self._requests.position(message.request_id), message.position
+        while True:
             entry, router_id = self._requests.resend(message.request_id, message.epoch, position, steps=self._steps)
             if entry is None:
                 return
             await self._publish(router_id, entry)
             position = entry.position + len(entry.tokens) // 4
-            is_more = entry.finish_reason is None
+            # What was decoded meanwhile is said in its turn.
+            if position >= end or entry.finish_reason is not None:
+                return
 
     def expire(self) -> None:
         self._requests.expire(time.monotonic())

@@ -45,10 +45,11 @@ class Choices:
         Raises the typed error that ended the request otherwise. Closing the generator early is the client's leaving:
         inferences are aborted, placements cancelled.
         """
-        left = dict(enumerate(self._streams))
-        for stream in self._streams:
-            stream.enter()
+        left: dict[int, Stream] = {}
         try:
+            for index, stream in enumerate(self._streams):
+                left[index] = stream
+                stream.enter()
             while left:
                 is_news = False
                 for index, stream in list(left.items()):

@@ -24,7 +24,8 @@ class RouterConfig:
     metrics_host: str = "127.0.0.1"
     http_host: str = "127.0.0.1"
     http_port: int = 8343
-    # From the arrival of a request to its first token, whatever it waits for; the paper's evaluation uses 300 s.
+    # From the arrival of a request to its first token, whatever it waits for but a worker that is at work; the paper's
+    # evaluation uses 300 s.
     cold_start_s_max: float = 300.0
     # Between two tokens of a running stream.
     idle_s_max: float = 60.0

@@ -159,14 +159,17 @@ class Term:
             log.warning("message_not_sent", to=str(outgoing.to), type=type(message).__name__, reason=str(error))
 
     async def _tick(self) -> None:
-        """While NATS is away no time passes: nobody is lost because we can't hear. The step that follows comes late,
-        and so everybody has the full time again."""
+        """While NATS is away no time passes: nobody is lost because we can't hear. Afterwards everybody has the full
+        time again."""
+        was_away = False
         while True:
             await asyncio.sleep(TICK_S)
             metrics.observe_cluster(self.controller.cluster)
+            was_away = was_away or not self._bus.is_connected
             if not self._is_tick_waiting and self._bus.is_connected:
                 self._is_tick_waiting = True
-                await self._put(Tick())
+                await self._put(Tick(was_away=was_away))
+                was_away = False
 
     async def _put(self, event: Event) -> None:
         """Once the inbox is closed we are going, and the next life finds out by itself."""

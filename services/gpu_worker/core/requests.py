@@ -49,6 +49,11 @@ class Requests:
         sequence = self._by_id.get(request_id)
         return sequence is not None and not sequence.is_finished
 
+    def position(self, request_id: str) -> int:
+        """How many output tokens a request has; 0 when it is not known."""
+        sequence = self._by_id.get(request_id)
+        return 0 if sequence is None else sequence.position
+
     def start(self, request: StartInference, now: float) -> Sequence | None:
         """Let a request wait its turn; None when it is known already, for starting twice is starting once.
 

@@ -296,7 +296,7 @@ class Request:
         return None
 
     def _waiting_error(self, now: float) -> WhimbrelError | None:
-        if now - self.created_at >= self.limits.cold_start_s:
+        if now - max(self.created_at, self._busy_at) >= self.limits.cold_start_s:
             return self._cold_start_timeout(str(self.waiting_for or "placement"), now)
         if now - self._answered_at >= self.limits.unanswered_s:
             return self._unanswered or Unavailable(what="the scheduler")

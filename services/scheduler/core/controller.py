@@ -180,6 +180,8 @@ class Controller:
                     _hear(step, message, reply_to)
                 case _:
                     assert isinstance(event, Tick)
+                    if event.was_away:
+                        timeouts.pardon(step)
                     timeouts.on_tick(step)
         migrations.settle(step)
         deletion.advance(step)

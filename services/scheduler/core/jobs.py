@@ -95,7 +95,7 @@ def fail(step: Step, job: Job, error: ErrorReply) -> None:
 def assign(step: Step, job: Job) -> None:
     """To the live agent with the fewest jobs; without one the job waits."""
     busy = [other.record.server_id for other in step.cluster.jobs.values() if other.record.is_open]
-    servers = [server.server_id for server in step.cluster.live_servers() if server.heartbeat is not None]
+    servers = [server.server_id for server in step.cluster.live_servers() if server.takes_jobs]
     if not servers:
         return
     server_id = min(servers, key=lambda server_id: (busy.count(server_id), server_id))

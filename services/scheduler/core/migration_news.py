@@ -66,10 +66,12 @@ def on_migration_ended(step: Step, message: MigrationEnded, reply_to: str | None
     event = {
         MigrationEnd.FINISHED: MigrationEvent.INFERENCE_FINISHED,
         MigrationEnd.RESUME_FAILED: MigrationEvent.RESUME_FAILED,
-        MigrationEnd.REFUSED: MigrationEvent.CANCELLED,
+        # Tried again at once, it would be refused again.
+        MigrationEnd.REFUSED: MigrationEvent.RESUME_FAILED,
     }[message.reason]
     if migration.accepts(event):
-        cause = message.error.code if message.error is not None else event.value.replace("_", " ")
+        said = message.reason if message.reason is MigrationEnd.REFUSED else event
+        cause = message.error.code if message.error is not None else said.value.replace("_", " ")
         migrations.take(step, migration, event, cause=cause)
 
 

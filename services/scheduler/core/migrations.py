@@ -180,7 +180,8 @@ def _what_happened(step: Step, migration: Migration) -> MigrationEvent | None:
         return MigrationEvent.SOURCE_LOST
     if is_destination_lost:
         return MigrationEvent.DESTINATION_LOST
-    if source.state is not InstanceState.READY or _is_useless_now(step, migration):
+    is_useless = destination is not None and _is_useless_now(step, migration, destination)
+    if source.state is not InstanceState.READY or is_useless:
         return MigrationEvent.CANCELLED
     if state is MigrationState.PREPARING:
         # Later on it is the source that says so: requests that leave it may be those that have moved.
@@ -191,12 +192,15 @@ def _what_happened(step: Step, migration: Migration) -> MigrationEvent | None:
     return MigrationEvent.DEADLINE_EXCEEDED if _is_stalled(step, migration) else None
 
 
-def _is_useless_now(step: Step, migration: Migration) -> bool:
-    """Whether those whom it was begun for have left, or are served elsewhere. Once the source was told to stop, it may
-    have done so."""
+def _is_useless_now(step: Step, migration: Migration, destination: Instance) -> bool:
+    """Whether those whom it was begun for have left, or are served elsewhere. A load goes on for whoever comes next: if
+    each who leaves ended it, clients without patience would find the model cold for ever. And once the source was told
+    to stop, it may have done so."""
+    if destination.state is not InstanceState.READY or migration.is_stopping:
+        return False
     reservation = step.cluster.reservations.get(migration.record.for_model_id)
     is_awaited = reservation is not None and migration.record.source_instance_id in reservation.waiting_for
-    return migration.is_awaited and not is_awaited and not migration.is_stopping
+    return migration.is_awaited and not is_awaited
 
 
 def _is_expected(step: Step, migration: Migration) -> bool:

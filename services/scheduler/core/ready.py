@@ -18,7 +18,10 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """Time passed. Only time-outs depend on it: nothing on the path of a request waits for one."""
+    """Time passed. Only time-outs depend on it: nothing on the path of a request waits for one. `was_away` says that we
+    could not hear since the last one: nobody is to blame for silence."""
+
+    was_away: bool = False
 
 
 Event = Arrived | Tick

@@ -127,7 +127,7 @@ def adopts(step: Step, slot: Slot, message: WorkerHeartbeat) -> bool:
 
 def _ask(step: Step, search: Search) -> None:
     """The same agent until it is gone or silent, then the next one."""
-    server_ids = [server.server_id for server in step.cluster.live_servers() if server.heartbeat is not None]
+    server_ids = [server.server_id for server in step.cluster.live_servers() if server.takes_jobs]
     if not server_ids:
         return
     asked = search.asked

@@ -126,6 +126,11 @@ class Server:
         return self.is_alive and self.heartbeat is not None and self.heartbeat.is_stopping
 
     @property
+    def takes_jobs(self) -> bool:
+        """Whether its agent can be given work that is not about this server's slots."""
+        return self.heartbeat is not None and not self.is_stopping
+
+    @property
     def is_closed(self) -> bool:
         """Whether nothing is placed there."""
         return self.is_cordoned or self.is_stopping

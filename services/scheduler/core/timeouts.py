@@ -41,6 +41,10 @@ def pardon(step: Step) -> None:
         instance.progress_s = now
     for migration in cluster.migrations.values():
         migration.progress_s = now
+        # What it takes now says nothing of computing.
+        migration.ready_s = None
+    for reservation in cluster.reservations.values():
+        reservation.since_s = now
 
 
 def _lose_silent(step: Step) -> None:

@@ -166,6 +166,14 @@ def test_one_whose_worker_is_at_work_is_neither_cold_nor_stalled() -> None:
     assert moved.due(99.0 + START_STALLED_TIMES * LIMITS.stalled_s) is Due.FAIL_OVER
 
 
+def test_one_that_waited_long_behind_others_and_loses_its_worker_has_time_to_be_placed_again() -> None:
+    queued = a_request(RequestState.STARTING)
+    late = LIMITS.cold_start_s + 50.0
+    queued.on_busy(late - 1.0)
+    queued.on_lost("its worker is gone", 0, late)
+    assert queued.due(late) is Due.PLACE
+
+
 def test_a_stream_that_stands_still_has_no_excuse_in_a_worker_that_is_at_work() -> None:
     streaming = a_request(RequestState.STREAMING)
     streaming.on_busy(4.0)

@@ -99,6 +99,19 @@ def test_a_deployment_is_recorded_and_given_to_an_agent() -> None:
     assert refusal.code == "unavailable"
 
 
+def test_an_agent_that_stops_is_given_no_import() -> None:
+    """It would not take it, and nobody else would for as long as it stays."""
+    cluster = ToyCluster(servers=2)
+    cluster.run(0.5)
+    cluster.agents["s0"].is_stopping = True
+    cluster.agents["s0"].beat()
+    cluster.run(0.1)
+    started = deploy(cluster)
+    cluster.run(3.0)
+    assert job(cluster, started.job_id).stage is JobStage.FINISHED
+    assert not cluster.agents["s0"].finished, "the other one did it"
+
+
 def test_an_imported_model_can_be_served() -> None:
     """F4: what the scheduler knows of it comes from its manifest."""
     cluster = a_cluster()

@@ -22,7 +22,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import InstanceRecord, InstanceState
 
-from services.scheduler.core.ready import Arrived, ToWorker
+from services.scheduler.core.ready import Arrived, Tick, ToWorker
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, place, served
 from tests.unit.scheduler.toy_peers import GB
@@ -55,6 +55,19 @@ def test_a_worker_that_is_silent_for_three_heartbeats_is_lost() -> None:
     cluster.run(1.5)
     assert cluster.instances() == []
     assert len(cluster.happened(InstanceWasLost)) == 1
+
+
+def test_silence_from_before_we_could_not_hear_counts_for_nothing() -> None:
+    """NATS stood still for less than a second that we know of, and for two that we do not."""
+    cluster = a_cluster("a")
+    served(cluster)
+    cluster.kill_worker("s0", 0)
+    cluster.run(Settings().lost_after_s - 0.5)
+    cluster.deliver(Tick(was_away=True))
+    cluster.run(Settings().lost_after_s - 0.5)
+    assert not cluster.happened(InstanceWasLost)
+    cluster.run(1.5)
+    assert cluster.happened(InstanceWasLost), "it is gone, after all"
 
 
 def test_a_worker_that_says_it_has_nothing_is_believed() -> None:

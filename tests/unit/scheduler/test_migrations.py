@@ -16,6 +16,8 @@ from whimbrel.wire.messages import (
     HandOver,
     Message,
     MigrateInstance,
+    MigrationEnd,
+    MigrationEnded,
     MigrationState,
     RoundCompleted,
     RouteAdded,
@@ -29,7 +31,7 @@ from whimbrel.wire.records import InstanceState
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.migration_stories import RUN_S, asks_for_b, event, figure_3, in_the_end, migrations, told
 from tests.unit.scheduler.toy_peers import GB
-from tests.unit.scheduler.toys import ToyCluster
+from tests.unit.scheduler.toys import ToyCluster, a_model_record
 
 
 def test_in_figure_3_a_moves_away_and_b_starts_from_dram() -> None:
@@ -279,14 +281,66 @@ def test_a_move_whose_reason_has_left_is_cancelled_and_its_source_may_be_moved_a
     cluster, running = figure_3()
     gone = asks_for_b(cluster, state)
     gone.cancel()
-    cluster.run(0.5)
-    assert told(cluster)[-1] == "abandoned"
+    cluster.run_until(lambda: told(cluster)[-1] == "abandoned", 3.0)
     assert event(cluster, MigrationAbandoned).cause == "cancelled"
     assert running.switched == 0
     later = cluster.router.request("q3", "b")
     cluster.run_until(lambda: later.is_done, 10.0)
     assert running.switched == 1
     in_the_end(cluster)
+
+
+def test_clients_without_patience_find_the_load_that_those_before_them_began() -> None:
+    """If each who leaves ended it, the model would be cold for ever: B fits on s1 only, and A takes 1.3 s to load
+    elsewhere."""
+    models = [a_model_record("a"), a_model_record("b", size_bytes=2 * GB)]
+    cluster = ToyCluster(models=models, servers=2)
+    cluster.run(0.5)
+    cluster.agents["s0"].pool_bytes = GB
+    cluster.agents["s1"].tiers = {("a", "digest-of-a"): (Tier.DRAM, GB // 4), ("b", "digest-of-b"): (Tier.DRAM, 2 * GB)}
+    for agent in cluster.agents.values():
+        agent.beat()
+    cluster.kill_worker("s0", 0)
+    cluster.run(4.0)
+    running = cluster.router.request("q1", "a", run_s=RUN_S)
+    cluster.run(1.0)
+    cluster.start_worker("s0", 0)
+    cluster.run(1.5)
+    tries = 0
+    while tries < 5:
+        tries += 1
+        impatient = cluster.router.request(f"q{tries + 10}", "b")
+        cluster.run(1.0)
+        if impatient.is_done or impatient.instance_id is not None:
+            break
+        impatient.cancel()
+        cluster.run(0.1)
+    assert 1 < tries < 5, "the first one can't be served, and one of the next ones is"
+    assert running.switched == 1
+    cluster.run(5.0)
+    in_the_end(cluster)
+
+
+def test_a_source_that_refuses_to_move_is_left_alone_for_a_while() -> None:
+    refusals: list[Message] = []
+
+    def refuses(message: Message) -> bool:
+        """The source never hears what it should do, and says that it refuses."""
+        if isinstance(message, MigrateInstance):
+            refusals.append(message)
+        return isinstance(message, MigrateInstance)
+
+    cluster, running = figure_3(drops=refuses)
+    asks_for_b(cluster, MigrationState.RESUMING)
+    (record,) = migrations(cluster)
+    ended = MigrationEnded(
+        migration_id=record.migration_id, instance_id=record.source_instance_id, reason=MigrationEnd.REFUSED
+    )
+    cluster.to_scheduler(ended)
+    cluster.run(5.0)
+    assert event(cluster, MigrationAbandoned).cause == "refused"
+    assert told(cluster).count("started") == 1
+    assert running.switched == 0
 
 
 @pytest.mark.parametrize("tier", [Tier.REMOTE, Tier.DRAM])

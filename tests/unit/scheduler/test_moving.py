@@ -20,6 +20,7 @@ from whimbrel.wire.messages import (
 )
 from whimbrel.wire.records import ResumeRecord
 
+from services.scheduler.core.ready import Tick
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, ask
 from tests.unit.scheduler.migration_stories import RUN_S, event, figure_3, in_the_end, migrations, told
@@ -186,4 +187,16 @@ def test_every_migration_teaches_what_the_next_one_takes_and_is_held_against_its
     cluster.run_until(lambda: running.is_done, RUN_S + 5.0)
     assert cluster.controller is not None
     assert [known.migrations for known in cluster.controller.cluster.resumes.values()] == [1]
+    in_the_end(cluster)
+
+
+def test_a_move_during_which_nats_was_away_teaches_nothing() -> None:
+    cluster, running = figure_3()
+    assert isinstance(ask(cluster, MigrateModel(what="a", server_id="s0")), MigrateModelReply)
+    cluster.run_until(lambda: [one.state for one in migrations(cluster)] == [MigrationState.RESUMING], 5.0)
+    cluster.deliver(Tick(was_away=True))
+    cluster.run(2.0)
+    assert running.switched == 1
+    assert cluster.controller is not None
+    assert all(known.migrations == 0 for known in cluster.controller.cluster.resumes.values())
     in_the_end(cluster)

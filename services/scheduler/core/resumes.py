@@ -1,14 +1,15 @@
 """Owns what is learned of computing a request again elsewhere: t_migrate = a (t_in + t_out) + b, with t_out = d / t.
 
 Theory of operation. Every migration is one observation of a and b: the tokens that were sent, and the time from the
-first of them to the stop of the source. Until there was one, prefills of ordinary requests stand in for them; they
-know nothing of a destination that computes while the source does, nor of the step that the source ends first, so they
-are not mixed. a and b are fitted by recursive least squares that
-forgets, each observation weighed by how much those of that length scatter, which is by a share of their time. One
-far off (its device had other work) moves the fit by a bounded step, and makes the fit less sure of itself: the
-next ordinary one pulls it back at once, while several in a row are soon believed, so hardware that changed is
-relearned. Forgetting never makes anything less certain than a prior is, so prefills that are all of one length do not
-blow up what they can't tell.
+first of them to the stop of the source. Until there was one, prefills of ordinary requests stand in for them. They know
+nothing of a destination that computes while the source does, nor of the step that the source ends first, so they are
+not mixed.
+
+a and b are fitted by recursive least squares that forgets, each observation weighed by how much those of that length
+scatter, which is by a share of their time. One far off (its device had other work) moves the fit by a bounded step, and
+makes the fit less sure of itself: the next ordinary one pulls it back at once, while several in a row are soon
+believed, so hardware that changed is relearned. Forgetting never makes anything less certain than a prior is, so
+observations that are all of one length do not blow up what they can't tell.
 
 Computing a token again is never slower than computing it was, so a running request costs at most its own age (d)
 besides its prompt, whatever was learned.

@@ -23,8 +23,8 @@ router's connection to NATS is cut and refused for that long.
 A cell names the end of the migration and the longest time between two pieces of the answer that the client saw. It has
 passed when the client got the whole text, every token once and in order (*cut*: its router died, and the connection
 ended with it), another one that waited for its turn on the same instance did so, too, the migration came to an end
-(*finished*, where an agent, the leader, NATS or Redis was killed, or NATS paused), a new request was served, and nothing
-was left: no request, no instance, no lease, everybody alive.
+(*finished*, where an agent, the leader, NATS or Redis was killed, or NATS paused), a new request was served, and
+nothing was left: no request, no instance, no lease, everybody alive.
 
 A handover lasts milliseconds, so for those cells the router is stopped from the state before until the harm has begun:
 some tenths of a second of the pause are that. *In …* says in which state the harm really came, by the times of the

@@ -256,7 +256,11 @@ async def test_a_request_without_an_answer_in_time_is_unavailable(make_bus: Make
 
 
 async def test_reply_to_nobody_is_nothing(make_bus: MakeBus) -> None:
-    await (await make_bus()).reply(None, Ack())
+    bus, ear = await make_bus(), Ear()
+    await bus.subscribe(f"{bus.subjects.cluster}.>", ear)
+    await bus.reply(None, Ack())
+    await bus.publish(f"{bus.subjects.cluster}.news", CancelLoad(task_id="t"))
+    assert await ear.until(1) == ["t"], "and nothing before it"
 
 
 # --- broken and too large messages ---
@@ -371,6 +375,7 @@ async def test_draining_twice_is_harmless(make_bus: MakeBus) -> None:
     bus = await make_bus()
     await bus.drain()
     await bus.drain()
+    assert not bus.is_connected
 
 
 # --- away and back ---

@@ -291,6 +291,7 @@ async def test_a_new_scheduler_hears_a_heartbeat_at_once(
         beat = SchedulerHeartbeat(scheduler_id="s", epoch=9)
         await outside.bus.publish(outside.bus.subjects.heartbeat(beat), beat)
         await outside.until(lambda: len(outside.all(WorkerHeartbeat)) > before)
+        assert outside.beat.state is WorkerState.EMPTY
 
 
 async def test_what_is_no_command_to_a_worker_is_refused(lender: Lender, model: TinyModel) -> None:

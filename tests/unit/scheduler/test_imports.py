@@ -7,30 +7,20 @@ import math
 import pytest
 from whimbrel.wire.codec import error_of, error_reply
 from whimbrel.wire.errors import Conflict, ImportFailed
-from whimbrel.wire.events import ModelDeleted, ModelDeployed, ModelImportFailed, ModelImportStarted
+from whimbrel.wire.events import ModelDeployed, ModelImportFailed, ModelImportStarted
 from whimbrel.wire.messages import (
     Ack,
-    CancelImport,
-    CancelJob,
-    CancelJobReply,
     CancelLoad,
-    DeleteModel,
-    DeleteModelReply,
     DeployModel,
     DeployModelReply,
     ErrorReply,
     GetJob,
-    GetJobReply,
     ImportEnded,
     ImportFinished,
     ImportModel,
     ImportProgressed,
     JobStage,
-    JobStatus,
-    Message,
-    ModelRemoved,
     ModelState,
-    RemoveModel,
     RouteAdded,
     RouteState,
     UnloadRefused,
@@ -40,45 +30,8 @@ from whimbrel.wire.records import InstanceState, JobRecord, ModelRecord
 from services.scheduler.core.ready import Arrived, Ready, ToAgent
 from services.scheduler.core.settings import ENDED_JOBS_MAX, Settings
 from tests.unit.scheduler.builders import a_cluster, ask, place
+from tests.unit.scheduler.import_stories import deploy, finished, job, model, refused
 from tests.unit.scheduler.toys import ToyCluster
-
-
-def deploy(
-    cluster: ToyCluster, model_id: str = "m", source: str = "/models/m", keep_alive_s: float | None = None
-) -> DeployModelReply:
-    reply = ask(cluster, DeployModel(model_id=model_id, source=source, keep_alive_s=keep_alive_s))
-    assert isinstance(reply, DeployModelReply)
-    return reply
-
-
-def refused(cluster: ToyCluster, message: Message) -> str:
-    reply = ask(cluster, message)
-    assert isinstance(reply, ErrorReply)
-    return reply.code
-
-
-def model(cluster: ToyCluster, model_id: str = "m") -> ModelRecord | None:
-    record = cluster.store.get(("models", model_id))
-    assert record is None or isinstance(record, ModelRecord)
-    return record
-
-
-def job(cluster: ToyCluster, job_id: str) -> JobStatus:
-    reply = ask(cluster, GetJob(job_id=job_id))
-    assert isinstance(reply, GetJobReply)
-    return reply.job
-
-
-def finished(job_id: str, *, digest: str = "d1", manifest: bytes | None = None) -> ImportFinished:
-    return ImportFinished(
-        job_id=job_id,
-        model_id="m",
-        server_id="s0",
-        checkpoint_digest=digest,
-        size_bytes=1000,
-        manifest=manifest or b'{"parameter_count": 7, "architecture": null}',
-        model_config=b"{}",
-    )
 
 
 def test_a_deployment_is_recorded_and_given_to_an_agent() -> None:
@@ -377,228 +330,3 @@ def test_keep_alive_can_be_changed_by_deploying_again() -> None:
     record = model(cluster)
     assert record is not None
     assert record.keep_alive_s == 7.0
-
-
-def test_a_deleted_model_is_drained_then_removed_everywhere_then_forgotten() -> None:
-    cluster = a_cluster("m", "other", servers=2, slots=2)
-    first = cluster.router.request("q1", "m", run_s=3.0)
-    cluster.run(2.0)
-    assert ask(cluster, DeleteModel(model_id="m")) == DeleteModelReply(model_id="m")
-    assert ask(cluster, DeleteModel(model_id="m")) == DeleteModelReply(model_id="m")
-    late = cluster.deliver(place("q2", "m")).messages[0].message
-    assert isinstance(late, ErrorReply)
-    assert late.code == "model_not_found"
-    assert cluster.said_to_all(RemoveModel) == [], "it is still in use"
-    assert refused(cluster, DeployModel(model_id="m", source="/models/m")) == "conflict"
-    cluster.run(5.0)
-    assert first.is_done
-    assert model(cluster) is None
-    removals = [m for m in cluster.said_to_all(RemoveModel) if isinstance(m, RemoveModel)]
-    assert sorted(removal.remove_from_repository for removal in removals) == [False, True]
-    assert len(cluster.happened(ModelDeleted)) == 1
-    assert refused(cluster, DeleteModel(model_id="m")) == "model_not_found"
-    late_news = ModelRemoved(model_id="m", server_id="s0")
-    assert cluster.deliver(Arrived(message=late_news)).records == ()
-
-
-def test_deleting_ends_loads_and_whoever_waits_hears_so() -> None:
-    cluster = a_cluster("m")
-    waiting = cluster.router.request("q1", "m")
-    cluster.run(0.5)
-    ask(cluster, DeleteModel(model_id="m"))
-    cluster.run(1.0)
-    assert waiting.error is not None
-    assert waiting.error.code == "model_not_found"
-    assert len(cluster.said_to_all(CancelLoad)) == 1
-    assert cluster.agents["s0"].tasks == []
-    cluster.run(3.0)
-    assert model(cluster) is None
-
-
-def test_a_removal_is_repeated_and_the_repository_is_cleared_by_somebody_else_if_need_be() -> None:
-    cluster = a_cluster("m", servers=2, drops=lambda message: isinstance(message, RemoveModel))
-    ask(cluster, DeleteModel(model_id="m"))
-    cluster.run(2.5)
-    cluster.kill_agent("s0")
-    cluster.drops = lambda message: False
-    cluster.run(5.0)
-    assert model(cluster) is None
-    removals = [(o.to, o.message) for o in cluster.said if isinstance(o.message, RemoveModel)]
-    assert len(removals) > 4
-    to_second = [last for to, last in removals if to == ToAgent(server_id="s1")]
-    assert isinstance(to_second[-1], RemoveModel)
-    assert to_second[-1].remove_from_repository, "though it had removed its own copies before"
-
-
-def test_a_deletion_is_taken_up_after_a_restart_and_waits_for_a_server() -> None:
-    """P2"""
-    cluster = a_cluster("m", servers=0)
-    ask(cluster, DeleteModel(model_id="m"))
-    cluster.stop_scheduler()
-    cluster.start_scheduler()
-    cluster.run(2.0)
-    assert model(cluster) is not None
-    cluster.start_agent("s0")
-    cluster.run(2.0)
-    assert model(cluster) is None
-
-
-def test_a_model_that_is_deleted_while_it_is_imported_goes_when_its_import_has_been_cancelled() -> None:
-    cluster = a_cluster()
-    cluster.agents["s0"].import_s = 60.0
-    reply = deploy(cluster)
-    ask(cluster, DeleteModel(model_id="m"))
-    assert cluster.said_to_all(RemoveModel) == []
-    cluster.run(3.0)
-    assert error_code(cluster, reply.job_id) == "cancelled"
-    assert model(cluster) is None
-
-
-def test_an_import_that_ends_well_though_its_model_is_deleted_is_removed_with_it() -> None:
-    cluster = a_cluster(drops=lambda message: isinstance(message, CancelImport))
-    reply = deploy(cluster)
-    ask(cluster, DeleteModel(model_id="m"))
-    ask(cluster, finished(reply.job_id))
-    assert job(cluster, reply.job_id).stage is JobStage.FINISHED
-    cluster.run(3.0)
-    assert model(cluster) is None
-    assert cluster.happened(ModelDeployed) == []
-
-
-# --- cancelling ---
-
-
-def error_code(cluster: ToyCluster, job_id: str) -> str | None:
-    status = job(cluster, job_id)
-    assert status.stage is JobStage.FAILED
-    return status.error and status.error.code
-
-
-def cancel(cluster: ToyCluster, job_id: str) -> JobStatus:
-    reply = ask(cluster, CancelJob(job_id=job_id))
-    assert isinstance(reply, CancelJobReply)
-    return reply.job
-
-
-def test_a_job_that_is_cancelled_ends_when_its_agent_has_stopped_and_can_be_deployed_again() -> None:
-    cluster = a_cluster()
-    reply = deploy(cluster)
-    cluster.run(0.1)
-    assert cancel(cluster, reply.job_id).stage is JobStage.QUEUED
-    cluster.run(0.1)
-    assert error_code(cluster, reply.job_id) == "cancelled"
-    record = model(cluster)
-    assert record is not None
-    assert record.state is ModelState.FAILED
-    assert cancel(cluster, reply.job_id).stage is JobStage.FAILED, "twice is once"
-    deploy(cluster)
-    cluster.run(2.0)
-    record = model(cluster)
-    assert record is not None
-    assert record.state is ModelState.READY
-
-
-def test_a_cancelled_job_of_a_deployed_model_leaves_it_as_it_was() -> None:
-    cluster = a_cluster("m")
-    reply = deploy(cluster, source="/models/m-v2")
-    cancel(cluster, reply.job_id)
-    assert refused(cluster, DeployModel(model_id="m", source="/models/m-v3")) == "conflict", "it is not over yet"
-    cluster.run(2.0)
-    record = model(cluster)
-    assert record is not None
-    assert (record.state, record.checkpoint_digest) == (ModelState.READY, "digest-of-m")
-
-
-def test_a_cancel_is_told_again_until_the_agent_has_heard_it_also_after_a_restart() -> None:
-    """P1: what was accepted is not lost with the scheduler's life."""
-    cluster = a_cluster(drops=lambda message: isinstance(message, CancelImport))
-    cluster.agents["s0"].import_s = 60.0
-    reply = deploy(cluster)
-    cancel(cluster, reply.job_id)
-    cluster.run(2.5)
-    assert len(cluster.said_to_all(CancelImport)) >= 3
-    cluster.stop_scheduler()
-    cluster.start_scheduler()
-    cluster.drops = lambda message: False
-    cluster.run(3.0)
-    assert error_code(cluster, reply.job_id) == "cancelled"
-
-
-def test_a_cancel_that_finds_no_agent_ends_the_job_and_one_that_finds_a_lost_one_ends_it_then() -> None:
-    cluster = a_cluster(servers=0)
-    reply = deploy(cluster)
-    assert cancel(cluster, reply.job_id).stage is JobStage.FAILED
-    cluster = a_cluster(servers=2)
-    reply = deploy(cluster)
-    cluster.kill_agent("s0")
-    cancel(cluster, reply.job_id)
-    cluster.run(6.0)
-    assert error_code(cluster, reply.job_id) == "cancelled"
-    assert len(cluster.said_to_all(ImportModel)) == 1, "it is not given to another agent"
-
-
-def test_a_cancel_of_a_job_that_its_agent_never_heard_of_ends_it() -> None:
-    cluster = a_cluster(drops=lambda message: isinstance(message, ImportModel))
-    reply = deploy(cluster)
-    cancel(cluster, reply.job_id)
-    cluster.run(3.0)
-    assert error_code(cluster, reply.job_id) == "cancelled"
-    assert reply.job_id in cluster.agents["s0"].revoked, "if the job comes after all, it is not started"
-
-
-def test_an_import_that_was_published_before_the_cancel_came_is_finished() -> None:
-    cluster = a_cluster(drops=lambda message: isinstance(message, CancelImport))
-    reply = deploy(cluster)
-    cancel(cluster, reply.job_id)
-    ask(cluster, finished(reply.job_id))
-    assert job(cluster, reply.job_id).stage is JobStage.FINISHED
-
-
-def test_an_agent_that_goes_on_with_a_cancelled_job_is_told_again() -> None:
-    cluster = a_cluster(servers=2)
-    reply = deploy(cluster)
-    cluster.run(0.1)
-    running = cluster.agents["s0"].jobs[0]
-    cancel(cluster, reply.job_id)
-    cluster.run(1.0)
-    assert job(cluster, reply.job_id).stage is JobStage.FAILED
-    told = len(cluster.said_to_all(CancelImport))
-    cluster.agents["s0"].jobs.append(running)
-    cluster.run(2.5)
-    assert len(cluster.said_to_all(CancelImport)) > told
-    assert cluster.agents["s0"].jobs == []
-
-
-def test_there_is_no_job_to_cancel_under_an_unknown_id() -> None:
-    assert refused(a_cluster(), CancelJob(job_id="absent")) == "job_not_found"
-
-
-def test_secrets_in_a_source_are_for_the_agent_only_and_forgotten_with_the_job() -> None:
-    cluster = a_cluster()
-    source = "https://alice:s3cret@models.example/m"
-    reply = deploy(cluster, source=source)
-    (command,) = [m for m in cluster.said_to_all(ImportModel) if isinstance(m, ImportModel)]
-    assert command.source == source
-    record = model(cluster)
-    assert record is not None
-    assert record.source == "https://models.example/m"
-    (event,) = cluster.happened(ModelImportStarted)
-    assert isinstance(event, ModelImportStarted)
-    assert event.source == "https://models.example/m"
-    cluster.run(3.0)
-    assert job(cluster, reply.job_id).stage is JobStage.FINISHED
-    stored = cluster.store[("jobs", reply.job_id)]
-    assert isinstance(stored, JobRecord)
-    assert stored.source == "https://models.example/m"
-
-
-def test_a_deleted_models_import_ends_with_its_agent() -> None:
-    cluster = a_cluster(servers=2)
-    reply = deploy(cluster)
-    ask(cluster, DeleteModel(model_id="m"))
-    cluster.kill_agent("s0")
-    cluster.run(6.0)
-    status = job(cluster, reply.job_id)
-    assert status.error is not None
-    assert status.error.code == "cancelled"
-    assert model(cluster) is None

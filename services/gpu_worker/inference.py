@@ -74,7 +74,6 @@ class Inference:
         self._requests = Requests(active_max=config.requests_max, queue=f"worker {config.server_id}/{config.slot}")
         self._arrived = asyncio.Event()
         self._turn: _Turn | None = None
-        self._steps = 0
         self.migrating = Migrating(
             config, bus, self._requests, tell=tell, on_stop=self._arrived.set, on_change=on_change
         )
@@ -95,7 +94,6 @@ class Inference:
         if sequence is None:
             return
         log.debug("inference_started", request_id=request.request_id, tokens=len(sequence.tokens))
-        sequence.steps_told = self._steps
         self.resuming.start(sequence)
         if was_active or sequence.is_finished:
             # What was computed for an earlier start of it, or for one that is over already.
@@ -122,18 +120,10 @@ class Inference:
         await self._after_abort(self._requests.preempt(time.monotonic()))
 
     async def resend(self, message: ResendTokens) -> None:
-        """Say everything from a position on again, in as many entries as it takes. Raises InferenceLost, StaleEpoch,
-        InvalidRequest."""
-        end, position = self._requests.position(message.request_id), message.position
-        while True:
-            entry, router_id = self._requests.resend(message.request_id, message.epoch, position, steps=self._steps)
-            if entry is None:
-                return
+        """Say everything from a position on again. Raises InferenceLost, StaleEpoch, InvalidRequest."""
+        entries, router_id = self._requests.resend(message.request_id, message.epoch, message.position)
+        for entry in entries:
             await self._publish(router_id, entry)
-            position = entry.position + len(entry.tokens) // 4
-            # What was decoded meanwhile is said in its turn.
-            if position >= end or entry.finish_reason is not None:
-                return
 
     def expire(self) -> None:
         self._requests.expire(time.monotonic())
@@ -155,11 +145,11 @@ class Inference:
             elif turn is not None and not (is_resumption_next and resumption is not None):
                 is_resumption_next = True
                 await self._take_step(turn)
-                self._steps += 1
+                self._requests.note_step()
             elif resumption is not None:
                 is_resumption_next = False
                 await self.resuming.compute(resumption, PREFILL_TOKENS_MAX)
-                self._steps += 1
+                self._requests.note_step()
             else:
                 self._arrived.clear()
                 await self._arrived.wait()

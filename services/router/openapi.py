@@ -5,7 +5,14 @@ from __future__ import annotations
 from whimbrel.wire.messages import TOP_LOGPROBS_MAX
 from whimbrel.wire.sources import GRAMMAR
 
-from services.router.core.params import CHOICES_MAX, COMPLETION_LOGPROBS_MAX, HARMLESS, HONOURED
+from services.router.core.params import (
+    CHAT_ONLY,
+    CHOICES_MAX,
+    COMPLETION_LOGPROBS_MAX,
+    COMPLETION_ONLY,
+    HARMLESS,
+    HONOURED,
+)
 from services.router.core.residency import TIERS
 from services.router.core.scalings import CONCURRENCY_MAX, INSTANCES_MAX, KEEP_ALIVE_S_MAX
 from services.router.core.statuses import STATUSES
@@ -121,13 +128,9 @@ DOCUMENT: Json = {
     "info": {"title": "Whimbrel", "version": "1", "description": "OpenAI's inference API, and /admin for operators."},
     "paths": {
         "/v1/chat/completions": {
-            "post": _operation("Answer a conversation", body=_inference_body("messages", ("prompt",)))
+            "post": _operation("Answer a conversation", body=_inference_body("messages", COMPLETION_ONLY))
         },
-        "/v1/completions": {
-            "post": _operation(
-                "Continue a text", body=_inference_body("prompt", ("messages", "max_completion_tokens", "top_logprobs"))
-            )
-        },
+        "/v1/completions": {"post": _operation("Continue a text", body=_inference_body("prompt", CHAT_ONLY))},
         "/v1/models": {"get": _operation("List the models that can be asked, warm and cold")},
         "/v1/models/{model}": {"get": _operation("Describe a model", parameter="model")},
         "/admin/models": {

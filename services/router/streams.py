@@ -34,7 +34,7 @@ from whimbrel.wire.messages import (
 
 from services.router import metrics
 from services.router.core.progress import Progress, Verdict
-from services.router.core.requests import Due, Limits, Request, Switch, SwitchKind, is_useless
+from services.router.core.requests import Due, Limits, Request, Switch, SwitchKind, is_instance_useless
 from services.router.outputs import Item, Output
 from services.router.specification import Specification
 
@@ -234,7 +234,7 @@ class Stream:
 
     def _on_start_failed(self, route: Route, error: WhimbrelError) -> None:
         log.info("start_refused", request_id=self.request.request_id, code=error.code, reason=str(error))
-        if is_useless(error):
+        if is_instance_useless(error):
             self._dispatch.routes.remove(route.instance_id)
         if not self.request.may_try_after(error):
             self.on_failed(error)

@@ -10,11 +10,12 @@ import time
 from collections.abc import AsyncIterator
 
 from whimbrel.client import ApiError
+from whimbrel.client.admin import MIGRATION_ENDS
 
 from tests.chaos.client import MODEL, Client, numbered
 from tests.chaos.harms import Harm, aim
 from tests.chaos.matrix import Cell, Result, State, Victim, Way
-from tests.chaos.timeline import ENDS, Timeline
+from tests.chaos.timeline import Timeline
 from tests.chaos.world import AWAY, World, settle
 
 # A word takes 0.04 s. Where the answer goes on through the harm it takes longer, so that there is something left to
@@ -112,14 +113,14 @@ class _Attempt:
         """The migration is in the wanted state. A handover lasts milliseconds: for it the router, which has to switch,
         is held from the state before until the harm has begun."""
         if self._cell.state is not State.HANDOVER:
-            await self._until({State.ENDED: ENDS}.get(self._cell.state, (str(self._cell.state),)))
+            await self._until(self._cell.state)
             yield
             return
-        await self._until((State.RESUMING,))
+        await self._until(State.RESUMING)
         router = self._world.pid("router")
         os.kill(router, signal.SIGSTOP)
         try:
-            await self._until((State.HANDOVER,))
+            await self._until(State.HANDOVER)
             yield
         finally:
             is_paused_itself = "router" in harm.processes and harm.way is Way.PAUSE
@@ -127,12 +128,12 @@ class _Attempt:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(router, signal.SIGCONT)
 
-    async def _until(self, states: tuple[str, ...]) -> None:
+    async def _until(self, state: State) -> None:
         assert self._world.watch is not None
         try:
-            await self._world.watch.until(self._migration_id, states, STATE_S_MAX)
+            await self._world.watch.until(self._migration_id, state, STATE_S_MAX)
         except TimeoutError:
-            raise NotReached(f"it was never {' or '.join(states)}: {self._timeline.entered}") from None
+            raise NotReached(f"it was never {state}: {self._timeline.entered}") from None
 
     @property
     def _timeline(self) -> Timeline:
@@ -171,7 +172,7 @@ class _Attempt:
         except AWAY as error:
             return f"unknown ({error!r})"
         states = [one["state"] for one in listed if one["migration_id"] == self._migration_id]
-        return next((state for state in states if state not in ENDS), "")
+        return next((state for state in states if state not in MIGRATION_ENDS), "")
 
     async def _check_next_request(self) -> None:
         deadline_s = time.monotonic() + REST_S_MAX

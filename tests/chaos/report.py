@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
+from whimbrel.client.admin import MIGRATION_ENDS
+
 from tests.chaos.harms import PAUSE_S
 from tests.chaos.matrix import HARMS, Cell, Result, State, Victim, Way
 
@@ -88,7 +90,7 @@ def _what(result: Result) -> str:
 
 def _is_as_wished(result: Result) -> bool:
     if result.cell.state is State.ENDED:
-        return result.struck in ("finished", "abandoned", "requeued")
+        return result.struck in MIGRATION_ENDS
     return result.struck == result.cell.state
 
 

@@ -10,6 +10,7 @@ import nats
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 from whimbrel.client import events
+from whimbrel.client.admin import MIGRATION_ENDS
 from whimbrel.wire.events import CloudEvent, PublicEvent, decode_event
 from whimbrel.wire.subjects import Subjects
 
@@ -21,7 +22,6 @@ STATE_OF = {
     "migration.abandoned": "abandoned",
     "migration.requeued": "requeued",
 }
-ENDS = ("finished", "abandoned", "requeued")
 # An event is made some milliseconds after its state is decided: the record is made durable before.
 NEAR_S = 0.005
 LOOK_BACK = timedelta(minutes=2)
@@ -41,7 +41,7 @@ class Timeline:
 
     @property
     def end(self) -> str:
-        return next((state for state in ENDS if state in self.entered), "")
+        return next((state for state in MIGRATION_ENDS if state in self.entered), "")
 
     def state_at(self, time_s: float) -> str:
         """The state in which a harm at this time came; two, when one had just been or was about to be left."""
@@ -84,9 +84,9 @@ class Watch:
     def of(self, migration_id: str) -> Timeline:
         return self._timelines.setdefault(migration_id, Timeline())
 
-    async def until(self, migration_id: str, states: tuple[str, ...], seconds: float) -> None:
-        """Returns when it has entered one of these states, or has ended; raises TimeoutError."""
-        wanted = {*states, *ENDS}
+    async def until(self, migration_id: str, state: str, seconds: float) -> None:
+        """Returns when it has entered this state, or has ended; raises TimeoutError."""
+        wanted = {state, *MIGRATION_ENDS}
         async with asyncio.timeout(seconds), self._changed:
             await self._changed.wait_for(lambda: wanted & self.of(migration_id).entered.keys())
 

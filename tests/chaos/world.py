@@ -17,10 +17,12 @@ import httpx
 from whimbrel.chassis.servers import free_port
 from whimbrel.cli.cluster import ClusterOptions, LocalCluster
 from whimbrel.client import AdminClient, ApiError
+from whimbrel.client.admin import MIGRATION_ENDS
 
 from tests.chaos.client import MODEL
-from tests.chaos.timeline import ENDS, Watch
+from tests.chaos.timeline import Watch
 from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import Cluster
 from tests.support.faulty_proxy import FaultyProxy
 
 POOL_BYTES = 256 * 1024 * 1024
@@ -98,13 +100,13 @@ class World(LocalCluster):
         """What is not as it was before the first request: everybody is there, and nobody has anything."""
         found = [f"{name} does not run" for name, pid in self._pids().items() if pid is None]
         found += [f"{name} is down" for name in ("nats-server", "redis-server") if name not in self._pids()]
-        found += [f"lease {path.name}" for path in self._leases()]
+        found += [f"lease {path.name}" for path in Cluster(self.directory).leases()]
         try:
             found += self._unrest_of_servers(await self.admin.cluster())
             found += [
                 f"migration {one['migration_id']} is {one['state']}"
                 for one in await self.admin.migrations()
-                if one["state"] not in ENDS
+                if one["state"] not in MIGRATION_ENDS
             ]
             found += await self._unrest_of_router()
         except AWAY as error:
@@ -140,10 +142,6 @@ class World(LocalCluster):
         if len(gauges) != 2:
             return ["the router has no gauges"]
         return [f"the router has {value} {what} requests" for what, value in gauges if float(value)]
-
-    def _leases(self) -> list[Path]:
-        mark = f"whimbrel-{self.directory.stat().st_ino:x}-"
-        return [path for path in Path("/dev/shm").iterdir() if path.name.startswith(mark) and ".lease." in path.name]
 
     def _services(self) -> list[tuple[str, str, dict[str, str]]]:
         port = free_port()

@@ -57,7 +57,7 @@ class Server:
             residency=self.holds,
             speeds=speeds,
             is_host=False,
-            is_closed=self.is_cordoned,
+            takes_loads=not self.is_cordoned,
         )
 
 

@@ -116,8 +116,8 @@ class Inferences:
 
     def resend(self, message: ResendTokens) -> None:
         """Raises InferenceLost, StaleEpoch, InvalidRequest."""
-        entry, router_id = self.requests.resend(message.request_id, message.epoch, message.position)
-        if entry is not None:
+        entries, router_id = self.requests.resend(message.request_id, message.epoch, message.position)
+        for entry in entries:
             self._say(router_id, entry)
 
     def hear_router(self, router_id: str, epoch: int) -> None:

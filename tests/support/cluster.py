@@ -53,11 +53,16 @@ class Cluster:
         pid: int | None = self.state["services"].get(service)
         return pid
 
+    def signal(self, service: str, number: signal.Signals) -> int:
+        """Send a signal to a service that runs; the answer is the process it went to."""
+        pid = self.pid(service)
+        assert pid is not None, f"{service} does not run: {self.state['services']}"
+        os.kill(pid, number)
+        return pid
+
     def kill(self, service: str) -> None:
         """kill -9, and return when the supervisor has started a new life of it."""
-        old = self.pid(service)
-        assert old is not None, f"{service} does not run: {self.state['services']}"
-        os.kill(old, signal.SIGKILL)
+        old = self.signal(service, signal.SIGKILL)
         wait_until(lambda: self.pid(service) not in (None, old), f"{service} was not started again")
 
     def get(self, path: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import inf
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from services.gpu_worker.core.resumptions import Resumption
 from services.gpu_worker.core.sequence import Sequence
 from services.gpu_worker.engines.engine import Precision
 from services.gpu_worker.engines.transformers_engine import TransformersEngine
+from services.gpu_worker.inference import PREFILL_TOKENS_MAX
 from services.router.core.chat import ChatMessage
 from services.router.texts import load_text
 from whimbrel.wire.codec import pack_tokens
@@ -80,9 +82,8 @@ class Compared:
 
 
 def prompts(count: int) -> list[str]:
-    """The first so many of a hundred, and again from the first when there are not enough."""
-    every = [task.format(subject) for task in TASKS for subject in SUBJECTS]
-    return [every[number % len(every)] for number in range(count)]
+    """The first so many of a hundred."""
+    return [task.format(subject) for task in TASKS for subject in SUBJECTS][:count]
 
 
 def compare(model: Path, precision: Precision, questions: Many[str], seed: int, console: Console) -> list[Compared]:
@@ -97,9 +98,8 @@ def compare(model: Path, precision: Precision, questions: Many[str], seed: int, 
         whole = _go_on(source, _sequence(prompt, (), stops))
         moved_at = chance.randint(1, max(1, len(whole) - 1))
         moved = _moved(destination, prompt, whole[:moved_at], stops, gap=chance.randint(1, GAP_TOKENS_MAX))
-        parted_at = next((at for at, pair in enumerate(zip(whole, moved, strict=False)) if pair[0] != pair[1]), None)
-        if parted_at is None and len(whole) != len(moved):
-            parted_at = min(len(whole), len(moved))
+        pairs = enumerate(zip_longest(whole, moved))
+        parted_at = next((at for at, (one, other) in pairs if one != other), None)
         margin = 0.0 if parted_at is None else _margin(source, prompt, whole[:parted_at], stops)
         one = Compared(prompt=question, moved_at=moved_at, tokens=len(whole), parted_at=parted_at, margin=margin)
         compared.append(one)
@@ -126,8 +126,9 @@ def _moved(
     for end in (len(prompt), max(len(prompt), len(known) - gap)):
         resumption = _resumption(sequence.request_id, known[:end])
         while resumption.is_due:
-            resumption.computed = resumption.piece_end(len(known))
-            engine.prefill(resumption, resumption.computed)
+            reached = resumption.piece_end(PREFILL_TOKENS_MAX)
+            engine.prefill(resumption, reached)
+            resumption.computed = reached
     return _go_on(engine, sequence)
 
 

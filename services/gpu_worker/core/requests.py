@@ -26,6 +26,7 @@ class Requests:
         self._by_id: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: Sequence | None = None
+        self._steps = 0
         # In order of their ends.
         self._finished: deque[Sequence] = deque()
 
@@ -49,10 +50,9 @@ class Requests:
         sequence = self._by_id.get(request_id)
         return sequence is not None and not sequence.is_finished
 
-    def position(self, request_id: str) -> int:
-        """How many output tokens a request has; 0 when it is not known."""
-        sequence = self._by_id.get(request_id)
-        return 0 if sequence is None else sequence.position
+    def note_step(self) -> None:
+        """The engine has made a step, for whomever."""
+        self._steps += 1
 
     def start(self, request: StartInference, now: float) -> Sequence | None:
         """Let a request wait its turn; None when it is known already, for starting twice is starting once.
@@ -69,6 +69,7 @@ class Requests:
         if self.active >= self._active_max:
             raise QueueFull(queue=self._queue, limit=self._active_max)
         sequence = Sequence(request, now)
+        sequence.steps_told = self._steps
         self._by_id[sequence.request_id] = sequence
         if sequence.is_finished:
             self._keep(sequence)
@@ -127,22 +128,22 @@ class Requests:
             self._end(sequence, now, FinishReason.MOVED, moved(sequence))
         return ended
 
-    def resend(self, request_id: str, epoch: int, position: int, *, steps: int = 0) -> tuple[TokenEntry | None, str]:
+    def resend(self, request_id: str, epoch: int, position: int) -> tuple[list[TokenEntry], str]:
         """What a request has from `position` on; and the router it is for.
 
         When that is nothing yet, an empty entry says that the engine is at work, on this request or on one before it:
-        that its `steps`, counted up, are more than when this was asked last. None when they are not. Raises
-        InferenceLost for a request that is not known here, StaleEpoch, InvalidRequest.
+        that it has made a step since this was asked last. There is no entry when it has not. Raises InferenceLost for a
+        request that is not known here, StaleEpoch, InvalidRequest.
         """
         sequence = self._by_id.get(request_id)
         if sequence is None or epoch > sequence.epoch:
             raise InferenceLost(reason="its worker does not know it (any more)", output_tokens=position)
         if epoch < sequence.epoch:
             raise StaleEpoch(epoch=epoch, current_epoch=sequence.epoch)
-        entry = sequence.entry(position)
-        is_news = bool(entry.tokens) or entry.finish_reason is not None or steps != sequence.steps_told
-        sequence.steps_told = steps
-        return entry if is_news else None, sequence.request.router_id
+        entries = sequence.entries(position)
+        is_news = bool(entries[0].tokens) or sequence.is_finished or self._steps != sequence.steps_told
+        sequence.steps_told = self._steps
+        return entries if is_news else [], sequence.request.router_id
 
     def expire(self, now: float) -> None:
         """Forget finished requests that nobody will ask for any more."""

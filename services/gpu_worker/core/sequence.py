@@ -33,7 +33,7 @@ class Sequence:
         # So many of its first tokens were computed here before it started, while it ran elsewhere.
         self.computed = 0
         self.finished_at: float | None = None
-        # How many steps the engine had made when its router asked for news last.
+        # How many steps the engine had made when it started here, or when its router asked for news last.
         self.steps_told = 0
         self._stop_tokens = frozenset(request.stop_tokens)
         self._first_position = len(tokens) - request.prompt_tokens
@@ -134,6 +134,13 @@ class Sequence:
             moved=self.moved if is_last else None,
             logprobs=logprobs,
         )
+
+    def entries(self, position: int) -> list[TokenEntry]:
+        """Everything from `position` on, in as many entries as it takes: one at least."""
+        entries = [self.entry(position)]
+        while (after := entries[-1].position + len(unpack_tokens(entries[-1].tokens))) < self.position:
+            entries.append(self.entry(after))
+        return entries
 
     @property
     def queue_s(self) -> float:

@@ -138,7 +138,8 @@ def build_skeleton(model_config: bytes) -> Skeleton:
 
 def _pack(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Of a pass over several tokens the head gets the last one, as a view with the strides of all of them. For those
-    torch multiplies by a copy of the weights, the largest matrix of the model, which costs more than all the rest."""
+    torch multiplies by a copy of the weights, the largest matrix of the model, which costs more than all the rest.
+    `contiguous()` would copy nothing: a single row counts as contiguous whatever its strides."""
     return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
 
 

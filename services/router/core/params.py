@@ -72,8 +72,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "keep_alive": (),
 }
 
-_CHAT_ONLY = ("messages", "max_completion_tokens", "top_logprobs")
-_COMPLETION_ONLY = ("prompt",)
+CHAT_ONLY = ("messages", "max_completion_tokens", "top_logprobs")
+COMPLETION_ONLY = ("prompt",)
 HONOURED = frozenset(
     {
         "model",
@@ -125,7 +125,7 @@ class InferenceParams:
 
 def read_chat(body: object) -> InferenceParams:
     """The parameters of POST /v1/chat/completions; raises InvalidRequest or UnsupportedParameter."""
-    given = _known(body, _COMPLETION_ONLY)
+    given = _known(body, COMPLETION_ONLY)
     prompt = read_messages(_required(given, "messages"))
     return _read(
         given,
@@ -138,7 +138,7 @@ def read_chat(body: object) -> InferenceParams:
 
 def read_completion(body: object) -> InferenceParams:
     """The parameters of POST /v1/completions; raises InvalidRequest or UnsupportedParameter."""
-    given = _known(body, _CHAT_ONLY)
+    given = _known(body, CHAT_ONLY)
     prompt = _read_prompt(_required(given, "prompt"))
     output_tokens_max = _output_tokens_max(given) or COMPLETION_TOKENS_DEFAULT
     top_logprobs = None

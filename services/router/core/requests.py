@@ -79,7 +79,7 @@ class Switch:
     output_tokens: int
 
 
-def is_useless(error: WhimbrelError) -> bool:
+def is_instance_useless(error: WhimbrelError) -> bool:
     """Whether an instance that answers a start like this is gone or silent, for this request and for any other."""
     return isinstance(error, InstanceGone | Unavailable)
 
@@ -154,7 +154,7 @@ class Request:
         """Whether a worker's answer to its start leaves it to be tried elsewhere: one that is gone or silent does, any
         other answer is the request's. But one that has begun does not end because a worker is busy."""
         is_switching = self.state is RequestState.SWITCHING
-        return is_useless(error) or (is_switching and isinstance(error, InferenceLost | QueueFull))
+        return is_instance_useless(error) or (is_switching and isinstance(error, InferenceLost | QueueFull))
 
     # Placement.
 

@@ -96,7 +96,7 @@ def _drain_for_starving(step: Step) -> None:
     starving = [model for model in starving if not _is_served_soon(step, model)]
     if not starving:
         return
-    holders = {s.server_id: _as_holder(step, s) for s in cluster.live_servers() if not s.is_closed}
+    holders = {s.server_id: _as_holder(step, s) for s in cluster.live_servers() if s.takes_loads}
     for model in nsmallest(DRAINS_TRIED_MAX, starving, key=lambda m: (m.drain_tried_s, m.oldest_wait_s, m.model_id)):
         model.drain_tried_s = step.now
         drain = scaling.choose_drain(holders.values(), cluster.task_of(model))
@@ -135,7 +135,7 @@ def _is_served_soon(step: Step, model: Model) -> bool:
         return False
     server = cluster.servers[reservation.server_id]
     is_stuck = reservation.is_drain and step.now - reservation.since_s >= step.settings.fair_wait_s
-    return server.is_alive and not server.is_closed and not is_stuck
+    return server.is_alive and server.takes_loads and not is_stuck
 
 
 def _as_holder(step: Step, server: Server) -> scaling.Holder:

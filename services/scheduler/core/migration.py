@@ -113,7 +113,7 @@ class Migration:
     asked_round: int = 1
     is_stopping: bool = False
     #: Somebody's slots are kept until the source has gone. A scheduler that found the migration knows of nobody.
-    is_awaited: bool = False
+    is_for_reservation: bool = False
     #: Requests that asked for another place in the handover: the destination did not take them.
     requeued: int = 0
     #: What computing all tokens again is estimated to take.

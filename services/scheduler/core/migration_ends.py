@@ -48,7 +48,7 @@ def abandon(step: Step, migration: Migration, cause: str, *, is_failure: bool) -
     cluster.release(record.migration_id)
     source = cluster.instances.get(record.source_instance_id)
     if source is not None:
-        step.send(words.worker_of(source), words.abandon(step, record.migration_id))
+        words.let_go(step, words.worker_of(source), record.migration_id)
         if is_failure:
             source.moves_failed += 1
             source.stays_until_s = step.now + MOVE_AGAIN_S
@@ -57,7 +57,7 @@ def abandon(step: Step, migration: Migration, cause: str, *, is_failure: bool) -
     destination = cluster.instances.get(record.destination_instance_id)
     if destination is None:
         return
-    step.send(words.worker_of(destination), words.abandon(step, record.migration_id))
+    words.let_go(step, words.worker_of(destination), record.migration_id)
     # Those of a source that is gone are about to ask for a place. One that is there already goes as soon as anybody
     # needs its slot, or when its keep-alive ends.
     is_wanted = source is None or destination.demand > 0

@@ -33,7 +33,7 @@ def on_round_completed(step: Step, message: RoundCompleted, reply_to: str | None
         round=message.round,
         gap_tokens=message.gap_tokens,
         before_tokens=before_tokens,
-        known=step.cluster.resume_record(step.cluster.instances.get(record.destination_instance_id, source)),
+        known=migrations.resume_record(step, migration, source),
     )
     match following:
         case AfterRound.GIVE_UP:
@@ -63,16 +63,14 @@ def on_migration_ended(step: Step, message: MigrationEnded, reply_to: str | None
     migration = _live(step, message.migration_id, message.instance_id)
     if migration is None:
         return
-    event = {
-        MigrationEnd.FINISHED: MigrationEvent.INFERENCE_FINISHED,
-        MigrationEnd.RESUME_FAILED: MigrationEvent.RESUME_FAILED,
+    event, cause = {
+        MigrationEnd.FINISHED: (MigrationEvent.INFERENCE_FINISHED, "inference finished"),
+        MigrationEnd.RESUME_FAILED: (MigrationEvent.RESUME_FAILED, "resume failed"),
         # Tried again at once, it would be refused again.
-        MigrationEnd.REFUSED: MigrationEvent.RESUME_FAILED,
+        MigrationEnd.REFUSED: (MigrationEvent.RESUME_FAILED, "refused"),
     }[message.reason]
     if migration.accepts(event):
-        said = message.reason if message.reason is MigrationEnd.REFUSED else event
-        cause = message.error.code if message.error is not None else said.value.replace("_", " ")
-        migrations.take(step, migration, event, cause=cause)
+        migrations.take(step, migration, event, cause=cause if message.error is None else message.error.code)
 
 
 def hear_switched(step: Step, instance_id: str, request_id: str) -> None:
@@ -105,7 +103,7 @@ def forget_router(step: Step, router_id: str) -> None:
 def hear_stray(step: Step, server_id: str, slot: int, migration_id: str) -> None:
     """A worker hands over for a migration that we know nothing of: it should carry on."""
     if migration_id not in step.cluster.migrations:
-        step.send(ToWorker(server_id=server_id, slot=slot), words.abandon(step, migration_id))
+        words.let_go(step, ToWorker(server_id=server_id, slot=slot), migration_id)
 
 
 def _strike(step: Step, migration: Migration, is_done: Callable[[str, str], bool]) -> int:
@@ -129,5 +127,5 @@ def _live(step: Step, migration_id: str, instance_id: str) -> Migration | None:
     if migration is None:
         instance = step.cluster.instances.get(instance_id)
         if instance is not None:
-            step.send(words.worker_of(instance), words.abandon(step, migration_id))
+            words.let_go(step, words.worker_of(instance), migration_id)
     return migration

@@ -48,9 +48,9 @@ def tell_source(step: Step, migration: Migration) -> None:
     step.send(worker_of(source), message)
 
 
-def abandon(step: Step, migration_id: str) -> AbandonMigration:
+def let_go(step: Step, to: ToWorker, migration_id: str) -> None:
     """Carry on, or forget what was resumed."""
-    return AbandonMigration(migration_id=migration_id, scheduler_epoch=step.epoch)
+    step.send(to, AbandonMigration(migration_id=migration_id, scheduler_epoch=step.epoch))
 
 
 def worker_of(instance: Instance) -> ToWorker:

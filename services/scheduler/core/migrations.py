@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from whimbrel.wire.events import MigrationHandedOver, MigrationResuming, MigrationStarted
 from whimbrel.wire.messages import MigrationState
-from whimbrel.wire.records import InstanceState, MigrationRecord
+from whimbrel.wire.records import InstanceState, MigrationRecord, ResumeRecord
 
 from services.scheduler.core import commands, lifecycle, migration_ends, resumes, sights
 from services.scheduler.core import migration_words as words
@@ -60,7 +60,7 @@ def start(step: Step, move: Move, reasons: Reasons, *, reason: str, for_model_id
         started_s=step.now,
         progress_s=step.now,
         resume_s=move.resume_s,
-        is_awaited=for_model_id in cluster.reservations,
+        is_for_reservation=for_model_id in cluster.reservations,
     )
     record = migration.record
     cluster.migrations[record.migration_id] = migration
@@ -129,6 +129,11 @@ def take(step: Step, migration: Migration, event: MigrationEvent, *, cause: str)
             step.save(migration.record)
 
 
+def resume_record(step: Step, migration: Migration, source: Instance) -> ResumeRecord:
+    """What is known of computing its requests on the device they go to; while nobody is there, on the source's."""
+    return step.cluster.resume_record(step.cluster.instances.get(migration.record.destination_instance_id, source))
+
+
 def _prepare(step: Step, migration: Migration, move: Move, reasons: Reasons) -> None:
     assert move.load is not None, "without an instance there, one is loaded"
     placement = Placement(
@@ -164,7 +169,7 @@ def _what_happened(step: Step, migration: Migration) -> MigrationEvent | None:
     record, state = migration.record, migration.state
     source = step.cluster.instances.get(record.source_instance_id)
     destination = step.cluster.instances.get(record.destination_instance_id)
-    is_destination_lost = not _is_expected(step, migration) if destination is None else _is_useless(destination)
+    is_destination_lost = not _is_expected(step, migration) if destination is None else _is_going(destination)
     if state is MigrationState.HANDOVER:
         is_shunned = migration.requeued > 0 and not record.moving and (destination is None or not destination.demand)
         if is_destination_lost or is_shunned:
@@ -180,8 +185,8 @@ def _what_happened(step: Step, migration: Migration) -> MigrationEvent | None:
         return MigrationEvent.SOURCE_LOST
     if is_destination_lost:
         return MigrationEvent.DESTINATION_LOST
-    is_useless = destination is not None and _is_useless_now(step, migration, destination)
-    if source.state is not InstanceState.READY or is_useless:
+    is_unwanted = destination is not None and _is_unwanted(step, migration, destination)
+    if source.state is not InstanceState.READY or is_unwanted:
         return MigrationEvent.CANCELLED
     if state is MigrationState.PREPARING:
         # Later on it is the source that says so: requests that leave it may be those that have moved.
@@ -192,7 +197,7 @@ def _what_happened(step: Step, migration: Migration) -> MigrationEvent | None:
     return MigrationEvent.DEADLINE_EXCEEDED if _is_stalled(step, migration) else None
 
 
-def _is_useless_now(step: Step, migration: Migration, destination: Instance) -> bool:
+def _is_unwanted(step: Step, migration: Migration, destination: Instance) -> bool:
     """Whether those whom it was begun for have left, or are served elsewhere. A load goes on for whoever comes next: if
     each who leaves ended it, clients without patience would find the model cold for ever. And once the source was told
     to stop, it may have done so."""
@@ -200,7 +205,7 @@ def _is_useless_now(step: Step, migration: Migration, destination: Instance) -> 
         return False
     reservation = step.cluster.reservations.get(migration.record.for_model_id)
     is_awaited = reservation is not None and migration.record.source_instance_id in reservation.waiting_for
-    return migration.is_awaited and not is_awaited
+    return migration.is_for_reservation and not is_awaited
 
 
 def _is_expected(step: Step, migration: Migration) -> bool:
@@ -214,7 +219,7 @@ def _has_finished(step: Step, source: Instance) -> bool:
     return not source.demand and worker is not None and worker.active_requests == 0
 
 
-def _is_useless(destination: Instance) -> bool:
+def _is_going(destination: Instance) -> bool:
     return destination.state not in (InstanceState.LOADING, InstanceState.READY)
 
 
@@ -222,7 +227,7 @@ def _is_stalled(step: Step, migration: Migration) -> bool:
     source = step.cluster.instances.get(migration.record.source_instance_id)
     round_s = migration.resume_s
     if migration.record.rounds and source is not None:
-        known = step.cluster.resume_record(step.cluster.instances.get(migration.record.destination_instance_id, source))
+        known = resume_record(step, migration, source)
         round_s = known.seconds_per_token * migration.record.gap_tokens + known.overhead_s
     return step.now - migration.progress_s >= max(step.settings.migration_stall_s, ROUND_TIMES * round_s)
 
@@ -235,8 +240,7 @@ def _resume(step: Step, migration: Migration) -> None:
     source = step.cluster.instances[record.source_instance_id]
     if source.active:
         # It has gone on since it was decided.
-        there = step.cluster.instances.get(record.destination_instance_id, source)
-        migration.resume_s = sights.resume_now(source, step.cluster.resume_record(there)).seconds(step.now)
+        migration.resume_s = sights.resume_now(source, resume_record(step, migration, source)).seconds(step.now)
     source.is_closed = True
     step.send_routers(commands.route_added(source))
     step.cluster.touch(source.record.server_id)

@@ -122,12 +122,15 @@ class Reservation(msgspec.Struct, kw_only=True, eq=False):
     waiting_for: set[str]
     is_drain: bool
     since_s: float = 0.0
-    #: What was decided, when nothing but idle instances stands between it and the load.
+    #: What was decided; None for a drain.
     placement: Placement | None = None
-    #: Running instances go first, which may take long: meanwhile the model may take a slot that is free.
-    is_move: bool = False
     #: The migration whose destination is to be loaded there. Its slots are its own, not those that the model waits for.
     migration_id: str | None = None
+
+    @property
+    def is_move(self) -> bool:
+        """Running instances go first, which may take long: meanwhile the model may take a slot that is free."""
+        return self.placement is not None and bool(self.placement.moves or self.placement.stopped)
 
     @property
     def key(self) -> str:

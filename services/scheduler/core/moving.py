@@ -48,13 +48,14 @@ def on_get_migrations(step: Step, message: GetMigrations, reply_to: str | None) 
 
 
 def move_away(step: Step, instance: Instance) -> bool:
-    """Have the instance go on on another server, wherever that is cheapest; False when there is no place for it."""
+    """Have the instance go on on another server: in an idle twin, else in any free slot. False when there is no place
+    for it, or nothing that can be moved now."""
     occupant = _occupant(step, instance)
     if occupant is None or occupant.resume is None:
         return False
     snapshot = step.cluster.snapshot(step.now)
     reasons = _reasons(step, occupant.task)
-    twins = (_into_twin(occupant, view, step.now) for view in snapshot.servers if not view.is_closed)
+    twins = (_into_twin(occupant, view, step.now) for view in snapshot.servers if view.takes_loads)
     move = next((twin for twin in twins if twin is not None), None)
     if move is None:
         # Any free slot will do, before others have to move for it in their turn.

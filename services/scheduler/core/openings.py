@@ -62,7 +62,7 @@ class Openings:
             self._open = {
                 server.server_id: server
                 for server in self._snapshot.servers
-                if (server.free_slots or server.idle) and not server.is_closed
+                if (server.free_slots or server.idle) and server.takes_loads
             }
             for server in self._open.values():
                 for idle in server.idle:

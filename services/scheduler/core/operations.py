@@ -132,10 +132,7 @@ def _advance_drain(step: Step, server: Server) -> None:
 def _move_off(step: Step, server: Server) -> None:
     """Its agent waits for this before it ends. What has no other place stays, and is served by its worker."""
     for instance_id in list(server.instances):
-        instance = step.cluster.instances[instance_id]
-        is_free = instance.state is InstanceState.READY and not instance.is_migrating
-        if is_free and instance.stays_until_s is None and not step.cluster.is_idle(instance):
-            moving.move_away(step, instance)
+        moving.move_away(step, step.cluster.instances[instance_id])
 
 
 def _send_away(step: Step, instance: Instance) -> None:

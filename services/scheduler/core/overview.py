@@ -73,7 +73,7 @@ class Overview:
             return
         view = near.views[server_id] = sights.look(cluster, server)
         near.price(server_id, view.speeds[Tier.REMOTE])
-        if (view.free_slots or view.idle) and not view.is_closed:
+        if (view.free_slots or view.idle) and view.takes_loads:
             self._open[server_id] = None
         else:
             self._open.pop(server_id, None)

@@ -153,7 +153,7 @@ def candidate_of(server: ServerView, task: Task, fit: Fit, now: float) -> Candid
 
 def refusal_of(server: ServerView, task: Task) -> Refusal | None:
     """Why the server is out of the question, whatever is on it now."""
-    if server.is_closed:
+    if not server.takes_loads:
         return Refusal.CLOSED
     return Refusal.TOO_SMALL if task.size_bytes > server.capacity_bytes else None
 

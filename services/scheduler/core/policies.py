@@ -144,7 +144,7 @@ def _bounds(servers: Sequence[ServerView], task: Task, now: float) -> list[tuple
     bounds: list[tuple[Bound, ServerView]] = []
     for server in servers:
         gone_s = server.least_gone_s
-        if gone_s == inf or size_bytes > server.capacity_bytes or server.is_closed:
+        if gone_s == inf or size_bytes > server.capacity_bytes or not server.takes_loads:
             continue
         tier, left_bytes = server.residency.get(checkpoint, NO_RESIDENT)
         if left_bytes < 0:

@@ -72,14 +72,14 @@ def prior(model_id: str, device: str, *, parameter_count: int) -> ResumeRecord:
         device=kind,
         seconds_per_token=seconds_per_token,
         overhead_s=PRIOR_OVERHEAD_S,
-        covariance=((PRIOR_ERROR * seconds_per_token) ** 2, 0.0, 0.0, PRIOR_OVERHEAD_ERROR_S**2),
+        covariance=_unsure(seconds_per_token),
         observations=0,
         token_s=max(seconds_per_token, 2.0 * parameters / PRIOR_BYTES_PER_S[known_kind]),
     )
 
 
 def observe_prefill(record: ResumeRecord, *, tokens: int, seconds: float) -> ResumeRecord:
-    """The fit after one more prefill of `tokens` took `seconds`. Nothing is learned from no tokens."""
+    """The fit after computing `tokens` once more took `seconds`. Nothing is learned from no tokens."""
     if tokens <= 0 or seconds < 0.0:
         return record
     expected_s = record.seconds_per_token * tokens + record.overhead_s
@@ -118,8 +118,7 @@ def observe_migration(record: ResumeRecord, *, tokens: int, seconds: float) -> R
     if tokens <= 0 or seconds < 0.0:
         return record
     if record.migrations == 0:
-        unsure = (PRIOR_ERROR * record.seconds_per_token) ** 2, 0.0, 0.0, PRIOR_OVERHEAD_ERROR_S**2
-        record = msgspec.structs.replace(record, covariance=unsure)
+        record = msgspec.structs.replace(record, covariance=_unsure(record.seconds_per_token))
     record = observe_prefill(record, tokens=tokens, seconds=seconds)
     return msgspec.structs.replace(record, migrations=record.migrations + 1)
 
@@ -156,6 +155,11 @@ def joined(resumes: Iterable[Resume], now: float) -> Resume:
     """The requests of several routers on one instance: theirs together, from `now` on."""
     parts = tuple(resumes)
     return Resume(sum(part.seconds(now) for part in parts), sum(part.growth for part in parts), now)
+
+
+def _unsure(seconds_per_token: float) -> Covariance:
+    """As little as is known of a prior."""
+    return (PRIOR_ERROR * seconds_per_token) ** 2, 0.0, 0.0, PRIOR_OVERHEAD_ERROR_S**2
 
 
 def _forgotten(record: ResumeRecord, observed_s_per_token: float) -> Covariance:

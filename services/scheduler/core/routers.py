@@ -81,8 +81,11 @@ def _learn_resumes(step: Step, instance: Instance, message: InferenceFinished) -
         record = resumes.observe_prefill(record, tokens=message.prompt_tokens, seconds=message.prefill_s)
     if message.token_s > 0.0:
         record = resumes.observe_token_time(record, message.token_s)
+    if record is known:
+        return
     cluster.learn_resume(record)
-    if record.observations // RESUME_SAVED_EVERY != known.observations // RESUME_SAVED_EVERY or known.observations == 0:
+    learned, before = (one.observations + one.token_observations for one in (record, known))
+    if learned // RESUME_SAVED_EVERY != before // RESUME_SAVED_EVERY or known.observations == 0:
         cluster.saved_resumes[record.key()] = record
         step.save(record)
 

@@ -42,7 +42,7 @@ def refusal(kind: Refusal, view: ServerView, task: Task) -> str:
     """Why the server can't take the task."""
     match kind:
         case Refusal.CLOSED:
-            return "closed: nothing is placed here while it is cordoned, or its agent stops"
+            return "closed: nothing is placed here until it is uncordoned, or its agent is started again"
         case Refusal.TOO_SMALL:
             return (
                 f"too small: the model has {_size(task.size_bytes)}, {_size(view.capacity_bytes)} can be here at most"

@@ -131,9 +131,9 @@ class Server:
         return self.heartbeat is not None and not self.is_stopping
 
     @property
-    def is_closed(self) -> bool:
-        """Whether nothing is placed there."""
-        return self.is_cordoned or self.is_stopping
+    def takes_loads(self) -> bool:
+        """Whether models are placed there."""
+        return not (self.is_cordoned or self.is_stopping)
 
     @property
     def is_draining(self) -> bool:

@@ -76,7 +76,7 @@ def look(cluster: Cluster, server: Server) -> ServerView:
         residency=server.residency.entries,
         speeds=speeds,
         is_host=is_host,
-        is_closed=server.is_closed,
+        takes_loads=server.takes_loads,
     )
 
 

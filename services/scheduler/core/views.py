@@ -94,7 +94,7 @@ class ServerView(msgspec.Struct, kw_only=True):
     speeds: Mapping[Tier, PathSpeed]
     running: tuple[Occupant, ...] = ()
     is_host: bool = True
-    is_closed: bool = False
+    takes_loads: bool = True
     #: Where no slot is free, what loading anything here costs at least beside the load: somebody must go.
     least_gone_s: float = 0.0
 

@@ -256,7 +256,6 @@ def _make_room(step: Step, model: Model, placement: Placement) -> None:
             slots=placement.slots,
             waiting_for={*evicted_here, *moved, *placement.stopped},
             is_drain=False,
-            is_move=bool(placement.moves or placement.stopped),
             since_s=step.now,
             placement=placement,
         )

@@ -210,8 +210,8 @@ class ModelWorker:
                 self._start(message, now)
             else:
                 assert isinstance(message, ResendTokens)
-                entry, _ = self.requests.resend(message.request_id, message.epoch, message.position)
-                if entry is not None:
+                entries, _ = self.requests.resend(message.request_id, message.epoch, message.position)
+                for entry in entries:
                     self._say_entry(entry)
         except WhimbrelError as raised:
             error = raised

@@ -81,7 +81,7 @@ def test_a_higher_epoch_replaces_a_running_start_whose_end_then_changes_nothing(
     assert old.finish_reason is FinishReason.ABORTED
     requests.end_turn()
     assert requests.next(2.0) is new
-    assert requests.resend("a", 2, 0) == (None, "router-a")
+    assert requests.resend("a", 2, 0) == ([], "router-a")
 
 
 def test_a_waiting_request_is_aborted_at_once() -> None:
@@ -132,26 +132,24 @@ def test_who_asks_for_a_request_that_waits_hears_that_the_engine_is_at_work_as_l
     """It may wait for minutes behind a long answer; behind an engine that hangs it waits in vain."""
     requests = some_requests("a", "b")
     assert requests.next(0.0) is not None
-    for steps, is_busy in ((0, False), (3, True), (3, False), (4, True), (4, False)):
-        entry, _ = requests.resend("b", 1, 0, steps=steps)
-        assert (entry is not None) == is_busy
-        if entry is not None:
-            assert (entry.tokens, entry.finish_reason) == (b"", None)
+    for steps in (0, 3, 0, 1, 0):
+        for _ in range(steps):
+            requests.note_step()
+        entries, _ = requests.resend("b", 1, 0)
+        assert [(entry.tokens, entry.finish_reason) for entry in entries] == ([(b"", None)] if steps else [])
 
 
 def test_tokens_are_sent_again_while_the_request_runs_and_after_its_end() -> None:
     requests = some_requests("a")
     running = requests.next(0.0)
     assert running is not None
-    assert requests.resend("a", 1, 0) == (None, "router-a")
+    assert requests.resend("a", 1, 0) == ([], "router-a")
     running.advance(40, 1.0)
-    entry, router_id = requests.resend("a", 1, 0)
-    assert entry is not None
+    (entry,), router_id = requests.resend("a", 1, 0)
     assert (unpack_tokens(entry.tokens), entry.finish_reason, router_id) == ([40], None, "router-a")
     running.advance(None, 1.0)
     requests.end_turn()
-    entry, _ = requests.resend("a", 1, 1)
-    assert entry is not None
+    (entry,), _ = requests.resend("a", 1, 1)
     assert (entry.tokens, entry.finish_reason) == (b"", FinishReason.STOP)
 
 
@@ -174,7 +172,7 @@ def test_finished_requests_are_forgotten_after_a_while() -> None:
     requests.expire(1.0 + FINISHED_KEEP_S)
     with pytest.raises(InferenceLost):
         requests.resend("a", 1, 0)
-    assert requests.resend("b", 1, 0)[0] is not None
+    assert requests.resend("b", 1, 0)[0]
 
 
 def test_finished_requests_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +182,7 @@ def test_finished_requests_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch
         finish(requests)
     with pytest.raises(InferenceLost):
         requests.resend("a", 1, 0)
-    assert requests.resend("b", 1, 0)[0] is not None
+    assert requests.resend("b", 1, 0)[0]
 
 
 def test_a_request_that_was_finished_when_it_came_is_kept_too() -> None:
@@ -193,4 +191,4 @@ def test_a_request_that_was_finished_when_it_came_is_kept_too() -> None:
     assert sequence is not None
     assert sequence.finish_reason is FinishReason.LENGTH
     assert requests.active == 0
-    assert requests.resend("a", 1, 0)[0] is not None
+    assert requests.resend("a", 1, 0)[0]

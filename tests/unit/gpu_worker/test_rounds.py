@@ -203,8 +203,7 @@ def test_at_the_handover_every_request_moves_with_what_the_destination_has_of_it
     )
     source.requests.end_turn()
     assert source.requests.active == 0
-    entry, _ = source.requests.resend("a", 1, 0)
-    assert entry is not None
+    (entry,), _ = source.requests.resend("a", 1, 0)
     assert (unpack_tokens(entry.tokens), entry.finish_reason) == ([40, 41, 42], FinishReason.MOVED)
     assert entry.moved == Moved(route=DESTINATION, base_tokens=4)
 

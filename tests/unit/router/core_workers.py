@@ -138,8 +138,8 @@ class CoreWorker:
                 await self._start(message)
             case ResendTokens(request_id=request_id, epoch=epoch, position=position):
                 self.plan.resends += 1
-                entry, router_id = self.requests.resend(request_id, epoch, position)
-                if entry is not None:
+                entries, router_id = self.requests.resend(request_id, epoch, position)
+                for entry in entries:
                     await self._say(router_id, entry)
             case AbortInference(request_id=request_id, epoch=epoch):
                 self.requests.abort(request_id, epoch, 0.0)

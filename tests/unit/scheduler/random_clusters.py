@@ -116,7 +116,7 @@ def _server(
         residency=residency,
         speeds=speeds,
         is_host=is_host,
-        is_closed=chance.random() < 0.05,
+        takes_loads=chance.random() >= 0.05,
     )
 
 
@@ -224,7 +224,7 @@ def _sent_away(world: World, movers: Sequence[Occupant]) -> Iterator[tuple[World
     assert mover.resume is not None
     resume_s = mover.resume.base_s + mover.resume.growth * (NOW_S - mover.resume.since_s)
     for server_id, server in world.servers.items():
-        if server.is_closed:
+        if not server.takes_loads:
             continue
         for name, twin in sorted(world.idle[server_id].items()):
             if twin.task.model_id == mover.task.model_id:
@@ -240,7 +240,7 @@ def _sent_away(world: World, movers: Sequence[Occupant]) -> Iterator[tuple[World
 
 def all_ways(snapshot: Snapshot, task: Task, server: ServerView) -> Iterator[Way]:
     """Every plan for one server."""
-    if server.is_closed:
+    if not server.takes_loads:
         return
     able = [o for o in server.running if o.resume is not None and o.task.model_id != task.model_id]
     for is_moving in product([False, True], repeat=len(able)):

@@ -229,7 +229,7 @@ def test_a_server_that_just_failed_comes_last_but_is_better_than_none() -> None:
 
 
 def test_nothing_is_placed_on_a_cordoned_server() -> None:
-    cordoned = msgspec.structs.replace(a_server("s0", tier=Tier.DRAM), is_closed=True)
+    cordoned = msgspec.structs.replace(a_server("s0", tier=Tier.DRAM), takes_loads=False)
     decision = place(cordoned, a_server("s1"))
     assert isinstance(decision, Placement)
     assert decision.server_id == "s1"

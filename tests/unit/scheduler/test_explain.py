@@ -84,7 +84,7 @@ def test_a_model_that_waits_is_told_who_is_in_its_way_and_that_they_cannot_move(
     assert 0.0 < reply.last.age_s <= 4.0
     busy, cordoned = reply.now.candidates
     assert busy.refusal == "busy: 1 running instance that can't go elsewhere"
-    assert cordoned.refusal == "closed: nothing is placed here while it is cordoned, or its agent stops"
+    assert cordoned.refusal == "closed: nothing is placed here until it is uncordoned, or its agent is started again"
     assert busy.source_tier is Tier.REMOTE
     assert terms(busy) > 0.0, "what a load there would take is told anyway"
     assert busy.total_s == 0.0

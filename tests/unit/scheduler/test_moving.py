@@ -14,13 +14,14 @@ from whimbrel.wire.messages import (
     ErrorReply,
     GetMigrations,
     GetMigrationsReply,
+    InferenceFinished,
     MigrateModel,
     MigrateModelReply,
     MigrationState,
 )
 from whimbrel.wire.records import ResumeRecord
 
-from services.scheduler.core.ready import Tick
+from services.scheduler.core.ready import Arrived, Tick
 from services.scheduler.core.settings import Settings
 from tests.unit.scheduler.builders import a_cluster, ask
 from tests.unit.scheduler.migration_stories import RUN_S, event, figure_3, in_the_end, migrations, told
@@ -200,3 +201,26 @@ def test_a_move_during_which_nats_was_away_teaches_nothing() -> None:
     assert cluster.controller is not None
     assert all(known.migrations == 0 for known in cluster.controller.cluster.resumes.values())
     in_the_end(cluster)
+
+
+def test_token_times_are_learned_and_kept_after_a_migration_too() -> None:
+    """M3: prefills teach nothing more then, and must not be what decides when it is made durable."""
+    cluster, running = figure_3()
+    assert isinstance(ask(cluster, MigrateModel(what="a", server_id="s0")), MigrateModelReply)
+    cluster.run(2.0)
+    assert running.switched == 1
+
+    def saved() -> ResumeRecord:
+        (record,) = [one for one in cluster.store.values() if isinstance(one, ResumeRecord)]
+        return record
+
+    before = saved()
+    for number in range(50):
+        ended = InferenceFinished(
+            request_id=f"other-{number}", router_id="r0", instance_id=running.instance_id or "", model_id="a",
+            prompt_tokens=5, output_tokens=9, duration_s=1.0, token_s=0.05, prefill_s=0.01,
+        )  # fmt: skip
+        cluster.deliver(Arrived(message=ended))
+    after = saved()
+    assert after.token_observations > before.token_observations
+    assert after.observations == before.observations

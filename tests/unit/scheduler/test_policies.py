@@ -69,7 +69,7 @@ def a_server(
     x_tier: Tier | None = None,
     ssd_queue_s: float = 0.0,
     capacity_bytes: int = 64,
-    is_closed: bool = False,
+    takes_loads: bool = True,
 ) -> ServerView:
     """A GPU server; `tier` is where it has `a`, `x_tier` where it has what the occupants run."""
     held = {"a": tier, "x": x_tier}
@@ -84,7 +84,7 @@ def a_server(
         residency={a_task(name).checkpoint: Resident(at, SIZE) for name, at in held.items() if at is not None},
         speeds=SPEEDS,
         is_host=False,
-        is_closed=is_closed,
+        takes_loads=takes_loads,
     )
 
 
@@ -183,7 +183,7 @@ def test_locality_counts_the_queue_in_what_is_near() -> None:
 def test_locality_does_not_wait_for_a_server_that_is_out_of_the_question() -> None:
     """C8: cordoned, too small, or just failed while there is another."""
     other = a_server("s3", free=(0,))
-    assert placed("locality", a_server("s0", Tier.DRAM, is_closed=True), other).server_id == "s3"
+    assert placed("locality", a_server("s0", Tier.DRAM, takes_loads=False), other).server_id == "s3"
     assert placed("locality", a_server("s0", Tier.DRAM, capacity_bytes=SIZE - 1), other).server_id == "s3"
     failed = a_server("s0", Tier.DRAM)
     assert placed("locality", failed, other, task=a_task(avoid="s0")).server_id == "s3"
@@ -192,7 +192,7 @@ def test_locality_does_not_wait_for_a_server_that_is_out_of_the_question() -> No
 
 def test_locality_with_nobody_to_wait_for_names_nobody() -> None:
     """C4, C8"""
-    assert deferred("locality", a_server("s0", is_closed=True)).wait_for == ""
+    assert deferred("locality", a_server("s0", takes_loads=False)).wait_for == ""
     assert deferred("locality").wait_for == ""
 
 
@@ -217,7 +217,7 @@ def test_random_takes_what_was_drawn_and_every_server_as_often() -> None:
 def test_random_never_takes_a_server_that_refuses_or_just_failed(draw: int) -> None:
     """C8"""
     servers = (
-        a_server("s0", Tier.DRAM, free=(0,), is_closed=True),
+        a_server("s0", Tier.DRAM, free=(0,), takes_loads=False),
         a_server("s1", Tier.DRAM, free=(0,), capacity_bytes=SIZE - 1),
         a_server("s2", Tier.DRAM, running=(running("r"),)),
         a_server("s3", Tier.DRAM, free=(0,)),
@@ -233,7 +233,7 @@ def test_random_never_takes_a_server_that_refuses_or_just_failed(draw: int) -> N
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_server_that_just_failed_is_taken_when_it_is_the_only_one(policy: str) -> None:
     """C8: every policy takes any other first, and this one before it gives up."""
-    failed, cordoned = a_server("s0", Tier.DRAM, free=(0,)), a_server("s1", free=(0,), is_closed=True)
+    failed, cordoned = a_server("s0", Tier.DRAM, free=(0,)), a_server("s1", free=(0,), takes_loads=False)
     task = a_task(draw=1, avoid="s0")
     assert placed(policy, failed, cordoned, task=task).server_id == "s0"
     assert placed(policy, failed, cordoned, a_server("s2", free=(0,)), task=task).server_id == "s2"
@@ -346,7 +346,7 @@ def test_a_move_to_where_its_model_is_idle_loads_nothing() -> None:
         pytest.param((a_server("s0", running=(running("r", resume=None),)), a_server("s1", free=(0,))), id="can't"),
         pytest.param((a_server("s0", running=(running("r"),)), a_server("s1")), id="nowhere to go"),
         pytest.param(
-            (a_server("s0", running=(running("r"),)), a_server("s1", free=(0,), is_closed=True)), id="only cordoned"
+            (a_server("s0", running=(running("r"),)), a_server("s1", free=(0,), takes_loads=False)), id="only cordoned"
         ),
     ],
 )
@@ -420,7 +420,7 @@ def subsets(occupants: tuple[Occupant, ...]) -> Iterator[tuple[Occupant, ...]]:
 
 def stopping_ways(server: ServerView, task: Task) -> Iterator[tuple[float, float, int, int]]:
     """Every way to make room by stopping and evicting: what that costs, and how many go."""
-    if server.is_closed:
+    if not server.takes_loads:
         return
     count = 1 if server.is_host else len(task.partition_bytes)
     # Nobody goes for another instance of the own model.
